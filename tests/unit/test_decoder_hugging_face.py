@@ -230,6 +230,19 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
         for field, value in values.items():
             with pytest.raises(RefusedError, match=rf"config\.json has {field}"):
                 family_module("decoder").from_fields(Fields(SMALL | {"model_type": model_type, field: value}))
+    tables = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}
+    t5 = {"num_heads": 4, "d_model": 48, "d_kv": 12, "d_ff": 96, "vocab_size": VOCAB}
+    gpt2 = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
+    for family, values in (
+        ("decoder", SMALL | {"model_type": "gemma3_text", "rope_scaling": tables}),
+        ("decoder", SMALL | {"model_type": "gemma3_text", "rope_scaling": LINEAR, "rope_parameters": tables}),
+        ("gpt", gpt2 | {"is_causal": False}),
+        ("t5", t5 | {"is_causal": False}),
+        ("t5", t5 | {"dense_act_fn": "gelu_new"}),
+        ("t5", t5 | {"feed_forward_proj": "gated-gelu", "is_gated_act": False}),
+    ):
+        with pytest.raises(RefusedError, match=r"has (rope_scaling|is_causal|dense_act_fn|is_gated_act) = "):
+            family_module(family).from_fields(Fields(values))
     both = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rope_theta": 10_000}  # as older versions save
     shape = family_module("decoder").from_fields(Fields(SMALL | {"model_type": "gpt_neox"} | both))
     assert shape.rotary_fraction == 0.5

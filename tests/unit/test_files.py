@@ -122,10 +122,10 @@ def test_text_stays_text(tmp_path: Path) -> None:
         '{"a": 1,\n "b": 2}["a"]',
         '{"a": 1}.get(b)\n',
     )
-    prose = ("Yes, he said.\nNo, she did.\n", "a,b\n", "one\ttwo\nthree\n", '["a", "b"]', "[1, 2]", "id,id\n1,2\n")
+    prose = ("Yes, he said.\nNo, she did.\n", "a,b\n", "one\ttwo\nthree\n", "id,id\n1,2\n", "a, b\nc, d\n")
     json_like = (
         '[{"a": 1}] is a list\n',
-        '[{"a": 1},\n{"a": 2}',
+        "[1, 2] and more",
         '{"a": 1\n}\nthe end\n',
         "[{'a': 1}]",
         '{\n"a": "\n"}',
@@ -140,6 +140,8 @@ TABLES = {
     "quotes": 'text,n\n"a\nb, ""c""",1\n\n plain ,2\n"x\r\ny",3',
     "a column of text alone": "\ufefftext\none\ntwo three",
     "fewer fields": "n,text\n1,a\n2\n3,\n4,d\n",
+    "an index": ",text\n0,a\n1,b\n",
+    "carriage returns": 'text,n\ra,1\r"b\rc",2\r',
     "separators of unicode": "n,text\n1,a\u2028b\x0bc\x85d\n2,e\n",
     "long": "text,n\n" + "x" * 200_000 + ",1\nb,2\n",
 }
@@ -153,6 +155,8 @@ def test_a_table_is_what_load_dataset_reads(name: str, kind: str, tmp_path: Path
     expected = datasets.load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path / "cache"))["text"]
     texts = texts_in(tmp_path / f"a.{kind}")
     assert [None if isinstance(text, raw_text.BadRecord) else text for text in texts] == expected
+    if name in ("an index", "carriage returns", "quotes"):  # by any name
+        assert texts_in((tmp_path / f"a.{kind}").rename(tmp_path / "a.txt")) == texts
 
 
 def test_conversations_in_a_table_are_those_of_json_lines(tmp_path: Path) -> None:
@@ -173,12 +177,18 @@ def test_what_a_table_or_json_lacks_is_one_sentence(tmp_path: Path) -> None:
         "a.txt": ("title,body\na,b\n", r'has no column "text"; it has title, body'),
         "b.csv": ('text,n\n"a,1\n', r"is damaged \(unexpected end of data\)"),
         "c.csv": ("", r'has no column "text"; it has '),
+        "g.txt": ('[{"text": "a"},\n{"text": ', r"is damaged \(Expecting value"),
+        "h": ('{"text": "a"},\n{"text": "b"},\n', r"is damaged \(Expecting value"),
     }
+    (tmp_path / "i.csv").write_bytes(b"text,n\n\xe9,1\n")
+    with pytest.raises(raw_text.UnreadableError, match="is not valid UTF-8; convert it"):
+        texts_in(tmp_path / "i.csv")
     for name, (content, problem) in unfit.items():
         (tmp_path / name).write_text(content)
         with pytest.raises(raw_text.UnreadableError, match=problem):
             texts_in(tmp_path / name)
-    for name, content in {"d.csv": "text,n\na,b,c\n", "e.txt": '[{"title": "a"}]', "f": '{\n"body": "a"\n}'}.items():
+    records = {"d.csv": "text,n\na,b,c\n", "e.txt": '[{"title": "a"}]', "f": '{\n"body": "a"\n}'}
+    for name, content in (records | {"j.txt": '["a"]', "k.txt": '[[{"text": "a"}]]'}).items():
         (tmp_path / name).write_text(content)
         (problem,) = texts_in(tmp_path / name)
         assert isinstance(problem, raw_text.BadRecord), name

@@ -150,6 +150,8 @@ def test_fields_of_config_json_can_be_left_out(folder: Path, capsys: pytest.Capt
     ]
     with pytest.raises(ConfigError, match=r"config\.json has no hiden_act, which ignore_fields names"):
         from_(folder, '--model.ignore_fields=["hiden_act"]')
+    with pytest.raises(ConfigError, match=r"ignore_fields = .*/run/step-1 is a checkpoint, which has no config\.json"):
+        from_(folder.parent / "run", setting)
     files = origin_files(folder, config.data, names)
     files = {name: content for name, content in files.items() if name == "hugging_face.json"}
     options = ["--input", str(folder), "--output", f"{folder.parent}/imported", "--ignore_fields", *names]
@@ -161,6 +163,9 @@ def test_fields_of_config_json_can_be_left_out(folder: Path, capsys: pytest.Capt
 
 def test_a_run_stands_for_its_newest_checkpoint(folder: Path) -> None:
     """What --checkpoint takes: the dump folder, its checkpoints, one of them; complete ones, at any start."""
+    (folder.parent / "empty/step-1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r'empty": neither a checkpoint.* dump folder$'):
+        from_(folder.parent / "empty")
     steps = folder.parent / "dump/checkpoint"
     shutil.copytree(folder.parent / "run", steps)
     newest = save_checkpoint(steps, random_model(LLAMA, seed=7).float(), step=30)

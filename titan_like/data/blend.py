@@ -310,7 +310,6 @@ class BlendedSource(Source):
             return any(count > len(source) for count, source in zip(counts, self.sources, strict=True))
 
         limit = sum(map(len, self.sources)) + 1
-        start = BLOCK * (
-            bisect_left(range(0, limit, BLOCK), True, key=repeats) - 1
-        )  # where the block begins that first repeats one
+        # Where the block begins that first repeats one.
+        start = BLOCK * (bisect_left(range(0, limit, BLOCK), True, key=repeats) - 1)
         return start + bisect_left(range(start + 1, start + BLOCK), True, key=repeats)

@@ -3,7 +3,7 @@
 | kind | documents | recognised by |
 |---|---|---|
 | jsonl | one a line, under a key | a first line that is a JSON object, or an ending in `JSON_ENDINGS` |
-| json | one an element of a JSON array, or an object on any lines | such an ending, or all of it is JSON objects |
+| json | one an element of a JSON array, or an object on any lines | such an ending, or it begins as one of these |
 | parquet, arrow | one a row, in a column of that name (needs pyarrow) | the magic number or the ending |
 | csv, tsv | one a row, in a column of that name | the ending, or a header of names and rows that fit it |
 | text | the file is one | UTF-8 that is none of these |
@@ -22,7 +22,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice, takewhile
@@ -100,7 +100,8 @@ def kind_of(path: Path) -> str:
             return kind
     if head.startswith(b"%PDF") or b"\0" in head:
         raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
-    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    head = head.removeprefix(codecs.BOM_UTF8)
+    text = head.lstrip()
     first, newline, _ = text.partition(b"\n")
     is_whole = len(head) < _HEAD
     is_long_line = _OBJECT.match(text) and not is_whole and not newline
@@ -114,22 +115,30 @@ def kind_of(path: Path) -> str:
     is_lines = is_lines or is_long_line
     if ending == ".json" and not is_lines:
         raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
-    return "jsonl" if is_lines or ending in JSON_ENDINGS else table_in(text, is_whole) or "text"
+    return "jsonl" if is_lines or ending in JSON_ENDINGS else table_in(head, is_whole) or "text"
 
 
 def _holds_records(path: Path, head: bytes, has_first: bool) -> bool:
-    """Whether a file is JSON objects, or an array of them, of which the head ``has_first`` or may have a part of it."""
-    if not _OBJECT.match(text := _ARRAY.sub(b"", head)):
+    """Whether a file is a JSON array or JSON objects, of which the head ``has_first`` or may have a part of it.
+
+    A comma after its first object is enough, even if a later one is damaged.
+    """
+    text = _ARRAY.sub(b"", head)
+    if not (text.startswith(b"[") or _OBJECT.match(text)):
         return False
     characters = text.decode("utf-8", "ignore").rstrip()
     try:
         try:
-            json.JSONDecoder().raw_decode(characters)
+            first, end = json.JSONDecoder().raw_decode(characters)
+            rest = characters[end:].lstrip()
+            if rest and (isinstance(first, list) or rest[0] == ","):
+                return isinstance(first, dict)
         except json.JSONDecodeError as error:  # perhaps because the head ends in a text, or in a word
             if has_first or not (error.msg.startswith("Unterminated") or error.pos >= len(characters) - 8):
                 return False
         with open(path, "rb") as file:
-            return all(isinstance(record, dict) for record in _json_records(b"".join(_content(path, file, 0))))
+            records = _json_records(b"".join(_content(path, file, 0)))
+        return head.startswith(b"[") or all(isinstance(record, dict) for record in records)
     except (ValueError, RecursionError):
         return False
 
@@ -146,11 +155,10 @@ def _json_records(content: bytes) -> list[Any]:
 
 
 def _is_json(line: bytes) -> bool:
-    try:
+    with suppress(ValueError):
         parse_json(line)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False
 
 
 def read_pieces(
@@ -200,6 +208,8 @@ def _readable() -> Iterator[None]:
         raise UnreadableError("ends in the middle of compressed data; copy or compress it again") from None
     except ImportError as error:
         raise UnreadableError(f"needs the package {error.name}; install titan_like[data]") from None
+    except UnicodeDecodeError:
+        raise UnreadableError("is not valid UTF-8; convert it") from None
     except Exception as error:  # a format's library may raise anything
         if isinstance(error, OSError) and error.errno is not None:  # libraries' own errors have no errno
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None

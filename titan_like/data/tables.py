@@ -16,14 +16,15 @@ def table_in(head: bytes, is_whole: bool) -> str | None:
     lines = lines_of(head.decode("utf-8", "ignore"))
     for kind, separator in SEPARATORS.items():
         with suppress(csv.Error):
-            header, *rows = [*filter(None, csv.reader(lines, delimiter=separator))] or [[]]
+            header, *rows = [*filter(None, csv.reader(lines, delimiter=separator))] or [[""]]
             rows = rows if is_whole else rows[:-1]
-            is_header = len({*header}) == len(header) > 1 and all(map(_COLUMN.fullmatch, header))
+            names = header[not header[0] :]  # pandas gives its index no name
+            is_header = len({*header}) == len(header) > 1 and all(map(_COLUMN.fullmatch, names))
             if is_header and rows and all(len(row) == len(header) for row in rows):
                 return kind
     return None
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a table, with their line feeds; no other character ends one."""
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
+    """The lines of a table, with their ends; no characters but line feeds and carriage returns end one."""
+    return re.findall(r"[^\r\n]*(?:\r?\n|\r)|[^\r\n]+", text)

@@ -176,11 +176,8 @@ def write_folder(
         if around:
             architecture = architecture_of(weights.model, origin.fields["model_type"])
             kept = {name: value for name, value in origin.fields.items() if name not in _NOT_KEPT} | tokens
-            config = kept | {
-                "text_config": config,
-                "architectures": [architecture],
-                "torch_dtype": config["torch_dtype"],
-            }
+            kept |= {"architectures": [architecture], "torch_dtype": config["torch_dtype"]}
+            config = kept | {"text_config": config}
         write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -325,9 +325,8 @@ def _check_tensors(
                 problem = f"the tensor {name} has the shape {list(tensor.shape)}, but config.json gives {list(shape)}"
                 raise RefusedError(problem)
             if tensor.dtype not in DTYPES:
-                raise RefusedError(
-                    f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
-                )
+                problem = f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
+                raise RefusedError(problem)
         known |= wanted.keys()
     left_out = [name for name in sorted(tensors.keys() - known) if 0 not in tensors[name].shape]
     for name in left_out:  # of no experts, transformers saves empty tensors

@@ -202,7 +202,8 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
     for module, (rows, columns), *_ in blocks:
         wanted |= zip(names_of(module), ((section.rank, columns), (rows, section.rank)), strict=True)
     modules = _modules(shapes, fields)
-    problem = f"{folder} has adapters of {', '.join(modules)}; name these, or leave it out"
+    cure = "merge it with PEFT instead" if modules == section.modules else "name these, or leave it out"
+    problem = f"{folder} has adapters of {', '.join(modules)}; {cure}"
     require(modules == _modules(wanted, fields), "lora.modules", section.modules, problem)
     for name in sorted(shapes.keys() ^ wanted.keys()):
         problem = f"has {'no' if name in wanted else 'a'} {name}, {'as other layers do' if name in wanted else 'too'}"
@@ -237,6 +238,9 @@ def read_peft(folder: Path, base: Path, model: ParallelModel, section: LoRA) -> 
 
 def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's adapters as a PEFT folder, completely or not at all."""
+    has_images = "text_config" in read_origin(with_small_files(weights.path)).fields
+    problem = "its base has images, so that PEFT's names would be others; add --merge"
+    require(not has_images, "--checkpoint", str(weights.path), problem)
     section, model, blocks = lora_of(weights), weights.model, dict[str, list[tuple[torch.Tensor, torch.Tensor]]]()
     adapters, tensors = list(stored_adapters(model, section, _model_type(weights.path))), dict[str, torch.Tensor]()
     for adapter in adapters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +59,8 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
     if is_checkpoint(path):
         problem = unreadable(path)
         require(not problem, key, str(path), f"cannot be loaded ({problem}); name another checkpoint")
+        problem = f"{path} is a checkpoint, which has no config.json to leave fields out of; leave it out"
+        require(not ignore, "model.ignore_fields", ignore, problem)
         state = read_run_state(path)
         return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset(), lora=lora)
     if is_hugging_face(path):
@@ -72,7 +73,7 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
     require(is_readable, key, name, f"{path / RUN_FILE} {problem}; name a folder that you may read")
     cure = "name one with run.json or with config.json, or a run's dump folder"
     problem = "neither a checkpoint's step-N folder, nor a folder of them, nor a Hugging Face folder"
-    if base not in (name, os.path.abspath(name)):
+    if lora:
         problem, cure = f"its base {base} is {problem}", "correct base_model_name_or_path in adapter_config.json"
     raise ConfigError(key, name, f"{problem}; {cure}")
 

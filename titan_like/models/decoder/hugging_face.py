@@ -41,11 +41,7 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
 }
 _NAMES = {"gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "silu": ("silu", "swish")}
-_NAMES |= {
-    "gelu": ("gelu", "gelu_python"),
-    "relu": ("relu",),
-    "relu2": ("relu2",),
-}  # of activations; written: the first
+_NAMES |= {"gelu": ("gelu", "gelu_python"), "relu": ("relu",), "relu2": ("relu2",)}  # the first is written
 _ACTIVATIONS = {theirs: ours for ours, names in _NAMES.items() for theirs in names}
 _SIZES = (
     ("vocab_size", "vocab_size"),
@@ -140,9 +136,8 @@ def _experts(row: Class, fields: Fields, num_layers: int) -> dict[str, Any]:
     names = row.experts
     assert names is not None
     default, width, per_token = names.defaults
-    counts = [
-        name for name in dict.fromkeys(("num_local_experts", "num_experts", names.number)) if name in fields.values
-    ]
+    known = dict.fromkeys(("num_local_experts", "num_experts", names.number))
+    counts = [name for name in known if name in fields.values]
     count = fields.integer(counts[0] if counts else names.number, default)
     for name in counts[1:]:
         fields.must_be(name, count)

@@ -29,11 +29,16 @@ def read_rope(row: Class, fields: Fields, max_seq_len: int) -> RopeOf:
     name = _TABLES[0] if fields.get(_TABLES[0]) else _TABLES[1]
     table = fields.table(name) or Fields(dict(row.default_scaling or {}))
     of_full, of_sliding = table, Fields({})
-    if row.local_theta is not None and {"full_attention", "sliding_attention"} & table.values.keys():
+    is_nested = name == _TABLES[1] and not {"full_attention", "sliding_attention"}.isdisjoint(table.values)
+    if row.local_theta is not None and name == _TABLES[0] and fields.get(_TABLES[1]):
+        fields.refuse(name, "beside rope_parameters; leave one of them out")  # transformers mixes them
+    if row.local_theta is not None and is_nested:
         of_full = table.table("full_attention") or Fields({})
         of_sliding = table.table("sliding_attention") or Fields({})
     elif row.local_theta is not None and table.values and (name == _TABLES[1] or "rope_type" not in table.values):
-        fields.refuse(name, "of which transformers reads no rope_type; give each type of layer a table")
+        fields.refuse(
+            name, "of which transformers reads no rope_type; give each type of layer a table in rope_parameters"
+        )
     theta = of_full.number("rope_theta", fields.number(*row.theta))
     if row.theta[0] != "rope_theta" and "rope_theta" in fields.values:
         fields.must_be("rope_theta", theta, int(theta))

@@ -77,12 +77,8 @@ def _attention(config: DecoderConfig, row: Class, ours: str, theirs: str, names:
 
 
 def _latents(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
-    ours, theirs, hidden, heads = (
-        f"{ours}attention.",
-        f"{theirs}self_attn.",
-        config.hidden_size,
-        config.num_attention_heads,
-    )
+    ours, theirs = f"{ours}attention.", f"{theirs}self_attn."
+    hidden, heads = config.hidden_size, config.num_attention_heads
     nope, rope, value = config.nope_head_size, config.rope_head_size, config.value_head_size
     queries, keys, has_bias = config.q_lora_rank, config.kv_lora_rank, config.attention_bias == "all"
     of_head = (nope + rope, nope, rope)

@@ -77,5 +77,6 @@ def from_fields(fields: Fields) -> TransformerConfig:
     fields.must_be("scale_attn_weights", True)
     fields.must_be("scale_attn_by_inverse_layer_idx", False)
     fields.must_be("add_cross_attention", False)
+    fields.must_be("is_causal", True)
     dropout = fields.dropout(_DROPOUTS, 0.1)
     return validated(GPTConfig, read_fields(GPTConfig, _FIELDS, fields) | {"dropout": dropout})

@@ -88,12 +88,15 @@ def from_fields(fields: Fields) -> TransformerConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
     fields.must_be("is_encoder_decoder", True)
+    fields.must_be("is_causal", True)
     encoder_layers = fields.integer("num_layers", 6)
     shape = read_fields(T5Config, _FIELDS, fields)
     shape["num_decoder_layers"] = shape["num_decoder_layers"] or encoder_layers
     shape["num_layers"] = encoder_layers + shape["num_decoder_layers"]
     proj = fields.values.get("feed_forward_proj", "relu")
     shape["mlp"] = next(mlp for mlp, name in _MLPS.items() if name == proj)
+    fields.must_be("is_gated_act", proj != "relu")  # which transformers prefers to feed_forward_proj
+    fields.must_be("dense_act_fn", *(("relu",) if proj == "relu" else ("gelu_new", "gelu_pytorch_tanh")))
     # transformers 5 writes of every T5 that it is tied, and says in another field whether it is: it then scales.
     shape["tied_embeddings"] = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
     return validated(T5Config, shape)
