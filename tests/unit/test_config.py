@@ -19,7 +19,6 @@ from titan_like import __version__
 from titan_like.config import ConfigError, JobConfig, load, load_config, synonyms
 from titan_like.config.entry_points import names_of
 from titan_like.config.load import format_help, run_command, setting
-from titan_like.config.options import as_installed
 from titan_like.config.section import options_of
 from titan_like.data.batch_size import total_steps
 from titan_like.models.registry import config_class
@@ -397,11 +396,3 @@ def test_configurations_of_the_package_have_names(tmp_path, monkeypatch):
     for path in ("configs/debug_gpt.toml", "quite_another.toml"):
         with pytest.raises(ConfigError, match=r"no such file; give the path of a TOML file$"):
             steps_of(path)
-
-
-def test_sentences_name_commands_as_they_are_called(monkeypatch):
-    told = "as python scripts/plan.py search --out or scripts/preprocess_data.py writes it, not /my/scripts/plan.py"
-    monkeypatch.setattr(sys, "argv", ["/bin/titan-train"])
-    assert as_installed(told) == "as titan-plan search --out or titan-preprocess writes it, not /my/scripts/plan.py"
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    assert as_installed(told) == told
