@@ -17,6 +17,7 @@ from titan_like.planner.commands.outcome import (
     days_of,
     does_not_fit,
     gpus,
+    in_days,
     read_run,
 )
 from titan_like.planner.predict import per_gpu, predict
@@ -51,17 +52,14 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     rate = options.tflops or forecast.rates.tokens_per_second * per_token / work.num_gpus / 1e12
     speed = work.num_gpus * rate * 1e12
     took = days_of(tokens, speed / per_token, work.num_gpus, options.price, None if options.tflops else forecast)
-    band = (
-        "" if options.tflops else f" (between {took['days_low']:.1f} and {took['days_high']:.1f} in nine of ten cases)"
-    )
     # arXiv 2104.04473, equation 4: P counts the parameters that a token uses.
     by_formula = days_of(tokens, speed / (8 * work.model.active_parameters), work.num_gpus)["days"]
     origin = "given" if options.tflops else f"predicted, profile {forecast.profile.name}"
     lines = [
         f"{billions(work.model.num_parameters())} parameters, {billions(tokens)} tokens, "
         f"{gpus(work.num_gpus)} at {per_gpu(rate)} each, including recomputation ({origin})",
-        f"  every operation counted    {took['days']:8.1f} days{band}, {took['gpu_hours']:,.0f} GPU hours",
-        f"  8TP/(nX), arXiv 2104.04473 {by_formula:8.1f} days",
+        f"  every operation counted    {in_days(took)}, {took['gpu_hours']:,.0f} GPU hours",
+        f"  8TP/(nX), arXiv 2104.04473 {in_days({'days': by_formula})}",
     ]
     if options.price is not None:
         lines.append(f"  cost                       {took['cost']:,.0f}")

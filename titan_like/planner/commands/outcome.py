@@ -120,16 +120,21 @@ def length(forecast: Forecast, tokens: float | None, price: float | None) -> tup
     if tokens is None:
         return "", {}
     figures = days_of(tokens, forecast.rates.tokens_per_second, forecast.work.num_gpus, price, forecast)
-    limits = (figures[name] for name in ("days", "days_low", "days_high"))
-    days, low, high = (f"{limit:,.0f}" if limit >= 10 else f"{limit:.3g}" for limit in limits)
     cost = f", cost {figures['cost']:,.0f}" if price is not None else ""
-    text = f", {billions(tokens)} tokens in {days} days (between {low} and {high} in nine of ten cases)"
-    return f"{text}, {figures['gpu_hours']:,.0f} GPU hours{cost}", figures
+    return f", {billions(tokens)} tokens in {in_days(figures)}, {figures['gpu_hours']:,.0f} GPU hours{cost}", figures
+
+
+def in_days(figures: dict[str, float]) -> str:
+    """The days of `days_of` in words, with their band if there is one."""
+    limits = [figures[name] for name in ("days", "days_low", "days_high") if name in figures]
+    days, *band = (f"{limit:,.0f}" if limit >= 10 else f"{limit:.3g}" for limit in limits)
+    return f"{days} days" + (f" (between {band[0]} and {band[1]} in nine of ten cases)" if band else "")
 
 
 def billions(count: float) -> str:
     """A number of tokens or parameters in words."""
-    return f"{float(f'{count / 1e9:.4g}'):g} billion"
+    unit, name = (1e9, "billion") if count >= 1e8 else (1e6, "million")
+    return f"{float(f'{count / unit:.4g}'):g} {name}"
 
 
 def toml_option(text: str) -> str:
