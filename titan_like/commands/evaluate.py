@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_path("--lm_eval_folder", "folder with YAML files of tasks", "FOLDER")
     parser.add_number("--num_fewshot", int, least=0, help="examples before each question of --lm_eval")
     parser.add_number("--limit", int, least=1, help="score only the first documents of each task of --lm_eval")
-    meaning = "apply the tokenizer's chat template, or that of several which is named, to the prompts of --lm_eval"
+    meaning = "apply the tokenizer's chat template, or the named one of several, to the prompts of --lm_eval"
     parser.add_argument("--apply_chat_template", nargs="?", const=True, metavar="NAME", help=meaning)
     parser.add_argument("--system_instruction", metavar="TEXT", help="begins every prompt of --lm_eval")
     meaning = "examples are earlier turns of the conversation (default: true with --apply_chat_template)"

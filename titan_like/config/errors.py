@@ -56,8 +56,8 @@ class RunError(RuntimeError):
 def record_error(message: str) -> None:
     """Have torchrun, if it has started this process, show ``message`` at the end of its report, below its traceback.
 
-    torchrun shows the rank whose error has the earliest second. This one comes before those of the ranks that torchrun
-    ends because of it.
+    torchrun shows the rank whose error has the earliest second. This error is dated a second back, so that it precedes
+    the errors of ranks that torchrun ends because of it.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}

@@ -169,7 +169,7 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
 
 
 def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple[Message, list[str]]:
-    """A copy of a message with a mark at the end of each of its texts, and the marks; those of calls come last."""
+    """A copy of a message with a mark at the end of each of its texts, and the marks; the marks in calls come last."""
     marks = list[str]()
 
     def mark(text: str) -> str:

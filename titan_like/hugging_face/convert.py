@@ -257,7 +257,7 @@ def _config(
     for name in _NOT_KEPT:
         kept.pop(name, None)
     if fields.get("rope_scaling") is not None:
-        kept.pop("original_max_position_embeddings", None)  # which transformers prefers to that of rope_scaling
+        kept.pop("original_max_position_embeddings", None)  # which transformers prefers to rope_scaling's
     return {
         **kept,
         "architectures": [architecture],

@@ -169,7 +169,7 @@ def _saved_start(config: JobConfig) -> Start | None:
 
 
 def free_fields(config: JobConfig, model: TransformerConfig, start: Start) -> frozenset[str]:
-    """The fields of a run's model that need not be those of its source: rotary positions too, if overrides set them."""
+    """The fields in which a run's model may differ from its source: rotary positions too, if overrides set them."""
     free, kinds = set(_ROPE), start.shape.get("kinds")
     if kinds:  # each has its own
         ours = plain(model.model_dump(mode="json")).get("kinds", {})

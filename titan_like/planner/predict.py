@@ -59,7 +59,7 @@ class Forecast:
 
     @property
     def convention(self) -> str:
-        """Whether the rate in TFLOP/s counts recomputation: that of whole layers does, as Megatron-LM's."""
+        """Whether the rate in TFLOP/s counts recomputation; as in Megatron-LM, only recomputed whole layers count."""
         names = {"none": "no recomputation", "full": "recomputation counted"}
         return names.get(self.work.recompute, "recomputation not counted")
 

@@ -61,8 +61,8 @@ def _key(config: JobConfig) -> str:
 
 
 def with_base(config: JobConfig, state: RunState) -> JobConfig:
-    """The configuration of a run that resumes adapters: their own base stands in for a folder that is gone, and for
-    that of a run, which may have a newer checkpoint by now.
+    """The configuration of a run that resumes adapters, with their own base in place of a folder that is gone or of a
+    run's folder, which may have a newer checkpoint by now.
     """
     text = str(config.checkpoint.initial_load_path)
     path, base = path_of(text if is_url(text) else os.path.abspath(text)), path_of(state.base.get("folder", text))

@@ -125,7 +125,7 @@ class TrainingState:
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         self.resumed: RunState | None = None  # the checkpoint from which this process went on
-        # Weights under adapters, and initial ones: those of rank 0, if the run that they are of has just saved.
+        # The source run may have just saved a newer checkpoint, so rank 0's choice of initial weights counts.
         self.base, self.initial = dict[str, str](), _of_rank_0(config.checkpoint.initial_load_path)
         initial = self.initial
         self.num_adapted = adapter_parameters(run.model, config.lora)

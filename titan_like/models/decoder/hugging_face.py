@@ -61,7 +61,7 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
     row = next(row for row in CLASSES if fields.get("model_type") in row.model_types)
     if (text := fields.table("text_config")) is not None:
         text.must_be("quantization_config", None)
-        tied, notes = fields.get("tie_word_embeddings"), fields.notes  # of the model around that of the text
+        tied, notes = fields.get("tie_word_embeddings"), fields.notes  # of the outer model
         values = text.values | ({} if tied is None else {"tie_word_embeddings": tied})
         if values.pop("final_logit_softcapping", None) is not None:
             notes.append(f"{text.shown('final_logit_softcapping')} (the class with images does not read it)")
