@@ -97,7 +97,7 @@ def refuse_damaged(rank: int, folder: Path, source: Path, out: Path) -> None:
     if rank == 1:
         broken = {name: tensor for name, tensor in checked.tensors.items() if "layers.3" not in name}
         object.__setattr__(checked, "tensors", broken)
-    start.open_hugging_face = lambda path, key: checked
+    start.open_hugging_face = lambda *_: checked
     with pytest.raises(RunError) as error:
         build(folder, "llama", source, {})
     out.with_name(f"{out.name}.{rank}").write_text(str(error.value))
