@@ -48,6 +48,7 @@ NO_PATHS = {
     "evaluation.datasets",
     "lora.modules",
     "model.flavor",
+    "model.ignore_fields",
 }  # that say "files", among others
 IS_PATH = re.compile(r"\b(path|folder|file|directory)s?\b", re.IGNORECASE)
 COMMANDS = {name for _, name, _ in pkgutil.iter_modules(titan_like.commands.__path__)}
