@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +18,7 @@ from unittest.mock import patch
 from titan_like.config.schema import Model
 from titan_like.models.hugging_face import family_of
 from titan_like.models.registry import model_config
+from titan_like.train.signals import STOP_SIGNALS
 from titan_like.verify.processes import start_fork_server
 
 REPO = Path(__file__).parents[2]
@@ -80,11 +82,15 @@ def install(folder: Path, name: str, group: str, entries: str) -> None:
 
 def run_here(script: str, *arguments: str) -> object:
     """A script in this process; its exit code."""
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGUSR2)}
     with patch.object(sys, "argv", [script, *arguments]):
         try:
             runpy.run_path(str(REPO / script), run_name="__main__")
         except SystemExit as stop:
             return stop.code
+        finally:
+            for number, handler in handlers.items():  # a run that is over has them ignored to the end of its process
+                signal.signal(number, handler)
     raise AssertionError(f"{script} does not exit")
 
 

@@ -147,23 +147,19 @@ DIVERGING = [
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (["--optimizer.lr=1e4", "--evaluation.interval=20", "--evaluation.steps=1"], "18 of the last 20 updates were"),
-        (["--optimizer.lr=30"], "the last loss is "),
-    ],
+    "settings",
+    [["--optimizer.lr=1e4", "--evaluation.interval=20", "--evaluation.steps=1"], ["--optimizer.lr=30"]],
     ids=["not finite", "above guessing"],
 )
-def test_the_last_line_of_a_run_that_has_diverged_says_so(
-    tmp_path: Path, here: Any, settings: list[str], told: str
-) -> None:
+def test_the_last_line_of_a_run_that_has_diverged_says_so(tmp_path: Path, here: Any, settings: list[str]) -> None:
     debug = ["--job.config_file=train_configs/debug_gpt.toml", f"--job.dump_folder={tmp_path}"]
     code, out, err = here("train.py", *debug, *DIVERGING, *settings)
     assert code == 0, err
     last, lines = out.splitlines()[-1], records(tmp_path)
     since = int(re.findall(r"^ the run has diverged since step (\d+): ", last)[0])
     bad = [line["step"] for line in lines if line["loss"] is None or line["nan"] or line["loss"] > math.log(257) + 1]
-    assert since == bad[0] <= 5 and told in last
+    skipped = sum(line["nan"] for line in lines)  # how many differs by processor
+    assert since == bad[0] <= 5 and (f"{skipped:.0f} of the last 20 updates were skipped" in last) == (skipped > 0)
     losses = [line["loss"] for line in lines if not line["nan"]]
     assert f"the last loss is {losses[-1]:.6g} " in last and f"{lines[0]['loss']:.6g} at first" in last
     assert ("the loss of the last validation is not finite" in last) == ("--evaluation.steps=1" in settings)

@@ -87,8 +87,9 @@ def test_a_second_request_ends_the_process_at_once(
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, env=dict(os.environ) | environment, capture_output=True, text=True
-    )
+        [sys.executable, "-c", code],
+        cwd=REPO, env=dict(os.environ) | environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
 
 
 BEFORE_THE_LOOP = """
