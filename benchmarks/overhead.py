@@ -93,6 +93,7 @@ def bare_steps(run: Any) -> Iterator[Any]:
     """Train our model with a minimal loop over tensors in memory. Yields the loss of each step."""
     import torch.nn.functional as F
 
+    from titan_like.models.batch import Batch
     from titan_like.models.registry import build_model
 
     config = run.config
@@ -103,7 +104,7 @@ def bare_steps(run: Any) -> Iterator[Any]:
     model.init_weights(config.job.seed)
 
     def loss_of(tokens: Any, labels: Any) -> Any:
-        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(model(Batch(tokens)).flatten(0, 1), labels.flatten())
 
     if config.compile.enable:  # as one graph, with the loss
         import torch

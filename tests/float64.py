@@ -43,4 +43,4 @@ def in_float64() -> Iterator[None]:
 
 def exact_rope() -> Any:
     """Let our models have rotary tables in float64, in a context or a function. All else follows `training.dtype`."""
-    return patch.object(Decoder, "layer_inputs", in_float64()(Decoder.layer_inputs))
+    return patch.object(Decoder, "rotary_tables", in_float64()(Decoder.rotary_tables))

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.float64 import bound
 from titan_like.config.schema import JobConfig
+from titan_like.models.batch import Batch
 from titan_like.models.decoder.config import LayerKind
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -28,8 +29,8 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
     has_masks = config.data.tells_documents_apart or config.data.prefix_lm
     takes_pairs = has_masks or model_config(config.model).predictions != ("tokens",)
     if isinstance(model, Llama):
-        model.layer_inputs = partial(_rotary, model)  # type: ignore[method-assign]
-    model.key_ranges = lambda *_: {}  # type: ignore[method-assign]  # windows are those of `_attend_to_pairs`
+        model.rotary_tables = partial(_rotary, model)  # type: ignore[method-assign]
+    model.masks = lambda *_: {}  # type: ignore[method-assign]  # windows are those of `_attend_to_pairs`
     for name, module in model.named_modules():
         if isinstance(module, RelativeBias):
             module.forward = partial(_bias_by_distance, module)
@@ -45,13 +46,10 @@ def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
     return table.weight[: len(positions)] if positions.ndim == 1 else table.weight[positions]
 
 
-def _rotary(model: Llama, positions: torch.Tensor) -> tuple[Any, ...]:
-    """(cos, sin), each [*positions.shape, rotated / 2], one position at a time, and as precise as the model's own.
-
-    Several kinds of layers have one pair each.
-    """
-    tables = [_table(model.config, model.config.kind(name), positions) for name in model.config.kind_names]
-    return tuple(tables) if len(tables) > 1 else tables[0]
+def _rotary(model: Llama, batch: Batch) -> dict[str, Any]:
+    """(cos, sin) of each kind, one position at a time, and as precise as the model's own."""
+    assert batch.positions is not None
+    return {name: _table(model.config, model.config.kind(name), batch.positions) for name in model.config.kind_names}
 
 
 def _table(config: LlamaConfig, kind: LayerKind, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

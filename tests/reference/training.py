@@ -16,8 +16,9 @@ from tests.reference.experts import PlainExperts
 from tests.reference.lora import define_adapters
 from tests.reference.masks import take_definitions
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch import Batch, collate, map_tensors, model_fields
+from titan_like.data.batch import Batch, collate, map_tensors
 from titan_like.data.source import IGNORED_LABEL
+from titan_like.models.batch import Context
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.registry import build_model, model_config
@@ -188,7 +189,7 @@ def summed_losses(model: Transformer, batch: Batch, compute_type: torch.dtype) -
     """Sums of the losses of each prediction, at least float32."""
     weights = {name: parameter.to(compute_type) for name, parameter in model.named_parameters()}
     AHEAD["batch"] = batch
-    found = torch.func.functional_call(model, weights, (batch.tokens,), model_fields(batch))
+    found = torch.func.functional_call(model, weights, (batch,))
     outputs = list(found) if isinstance(found, tuple) else [found]
     outputs += [AHEAD.pop("logits")] if "logits" in AHEAD else []
     kind, labels = model.config.predictions, labels_of(batch)
@@ -218,12 +219,12 @@ def look_ahead(model: Transformer) -> None:
         return
     *_, layer = cast(Any, model.layers.values())
 
-    def forward(x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def forward(x: torch.Tensor, context: Context) -> torch.Tensor:
         batch = AHEAD["batch"]
         following = model.embedding(F.pad(batch.tokens[:, 1:], (0, 1)))  # nothing comes of the last one
         joined = layer.eh_proj(torch.cat((layer.enorm(following), layer.hnorm(model.norm(x))), 2))
-        has_experts = {"padding_mask": labels_of(batch)[1] == IGNORED_LABEL} if layer.takes_padding_mask else {}
-        AHEAD["logits"] = model.logits(layer.norm(DecoderLayer.forward(layer, joined, *inputs, **has_experts)))
+        context = context._replace(padding_mask=labels_of(batch)[1] == IGNORED_LABEL)
+        AHEAD["logits"] = model.logits(layer.norm(DecoderLayer.forward(layer, joined, context)))
         return x
 
     layer.forward = forward

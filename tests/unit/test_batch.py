@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.plain_loop import prepared, run_settings
 from titan_like.config.errors import RunError
-from titan_like.data.batch import Batch, collate, map_tensors, model_fields
+from titan_like.data.batch import Batch, collate, map_tensors
 from titan_like.data.packed import PackedDataset
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
@@ -32,7 +32,6 @@ def test_fields_of_any_name_are_stacked_copied_and_sharded_by_their_dimensions()
     assert map_tensors(lambda x: x.double(), batch).hints.dtype == torch.float64
     cut = CPShard(2, 1, "all_gather").shard(batch)
     assert cut.hints.tolist() == [[20, 30, 40, 50], [1020, 1030, 1040, 1050]] and cut.weights is batch.weights
-    assert model_fields(cut).keys() == {"labels", "positions", "document_mask", "hints", "weights"}
 
 
 def test_a_field_that_some_samples_lack_is_named_in_one_sentence() -> None:
@@ -50,9 +49,9 @@ def test_a_field_of_a_dataset_reaches_the_model(tmp_path: Path, monkeypatch: pyt
         made = sample(self, position)
         return Wider(*made, hints=made.tokens * 10, weights=torch.ones(1, dtype=torch.bfloat16))
 
-    def taking_hints(self: Transformer, x: torch.Tensor, hints: Any, weights: Any, **fields: Any) -> Any:
-        seen.append(torch.equal(hints, x * 10) and weights.dtype == torch.bfloat16)
-        return forward(self, x, **fields)
+    def taking_hints(self: Transformer, batch: Any, *hidden: Any) -> Any:
+        seen.append(torch.equal(batch.hints, batch.tokens * 10) and batch.weights.dtype == torch.bfloat16)
+        return forward(self, batch, *hidden)
 
     monkeypatch.setattr(PackedDataset, "sample", with_hints)
     monkeypatch.setattr(Transformer, "forward", taking_hints)

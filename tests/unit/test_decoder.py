@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from tests.float64 import bound, in_float64
+from titan_like.models.batch import Batch
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.decoder.model import Decoder
 
@@ -175,10 +176,10 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     tokens = torch.randint(VOCAB - 1, (2, SEQ_LEN))  # without padding, which transformers gives no gradient
     labels = torch.randint(VOCAB, (2, SEQ_LEN))
     wanted = theirs(tokens).logits
-    compare(model(tokens), wanted)
+    compare(model(Batch(tokens)), wanted)
     loss = nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten(), reduction="sum")
     loss.backward()
-    found = model(tokens, labels=labels, loss_factors=torch.ones(1))
+    found = model(Batch(tokens, labels, loss_factors=torch.ones(1)))
     compare(found[0], loss)
     found.sum().backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}

@@ -38,6 +38,7 @@ from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face
 from titan_like.hugging_face.origin import origin_files
 from titan_like.hugging_face.peft import write_peft
+from titan_like.models.batch import Batch
 from titan_like.models.decoder import classes
 from titan_like.models.decoder import hugging_face as mapping
 from titan_like.models.decoder.classes import CLASSES
@@ -143,7 +144,7 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsy
     with torch.no_grad(), in_float64():
         ours, exact = build_model(source.model, source.family).eval(), exact_model(tmp_path / "hf")(tokens).logits
         ours.load_state_dict(state)
-        assert close(ours(tokens)[..., :VOCAB], exact)
+        assert close(ours(Batch(tokens))[..., :VOCAB], exact)
 
     to_hugging_face(weights, tmp_path / "back", None, 40_000, "none")
     same(files_of(tmp_path / "back"), plain)
@@ -191,8 +192,8 @@ def test_gemma_scales_embeddings_in_their_own_type(dtype: torch.dtype) -> None:
     with torch.no_grad():
         table = theirs.model.embed_tokens.weight
         ours.embedding.weight[:VOCAB].copy_(table)
-        assert torch.equal(ours.embed(tokens, tokens[0]), theirs.model.embed_tokens(tokens))
-        assert dtype != torch.bfloat16 or torch.equal(ours.embed(tokens, tokens[0]), table[tokens] * 25.25)
+        assert torch.equal(ours.embed(Batch(tokens)), theirs.model.embed_tokens(tokens))
+        assert dtype != torch.bfloat16 or torch.equal(ours.embed(Batch(tokens)), table[tokens] * 25.25)
     granite = DecoderConfig.model_validate(SMALL_SHAPE | {"embedding_scale": 25.3})  # a number that is not rounded
     assert not granite.round_embedding_scale
 

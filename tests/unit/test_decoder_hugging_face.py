@@ -18,6 +18,7 @@ from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face, slice_reader
+from titan_like.models.batch import Batch
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Fields, RefusedError, family_module, family_of, fill_part
@@ -155,7 +156,7 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
 
     tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))
     with in_float64():
-        logits, expected = ours(tokens)[..., :VOCAB], exact(tokens).logits
+        logits, expected = ours(Batch(tokens))[..., :VOCAB], exact(tokens).logits
     # gelu_fast has ten digits of √(2/π), in each of four layers.
     digits = 4 * (1 - 0.7978845608 / math.sqrt(2 / math.pi)) if name.endswith("GELU") else 0.0
     assert close(logits, expected, digits)

@@ -35,6 +35,7 @@ from titan_like.data.tokenizer import build_tokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import to_hugging_face
+from titan_like.models.batch import Batch
 from titan_like.train.initial_weights import check_initial_weights
 from titan_like.train.setup import check_folders
 
@@ -86,7 +87,7 @@ ENCODER_LEN = 30  # of the tokens, where the model has an encoder
 def outputs(ours, tokens) -> list[torch.Tensor]:
     """What our model returns, without the padding of the vocabulary."""
     with torch.no_grad():
-        found = ours(tokens, encoder_len=ENCODER_LEN) if ours.config.has_decoder else ours(tokens)
+        found = ours(Batch(tokens, encoder_len=ENCODER_LEN if ours.config.has_decoder else None))
     return [part[..., :VOCAB] for part in (found if isinstance(found, tuple) else (found,))]
 
 

@@ -17,8 +17,9 @@ from tests.unit.hugging_face_cases import (
     reference_of,
     t5_config,
 )
-from titan_like.data.batch import model_fields, num_labels
+from titan_like.data.batch import num_labels
 from titan_like.data.sentence_pairs import PairTokens
+from titan_like.models.batch import Batch
 from titan_like.models.layers.positions import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import flavors
@@ -41,7 +42,7 @@ def test_bert_equals_bert_and_megatron_bert(placement, name, tied):
     reference.cls.predictions.decoder.weight = torch.nn.Parameter(output[:101])
     assert type(reference).__name__ == name
     with torch.no_grad():
-        ours, theirs = model(tokens(101))[..., :101], reference(tokens(101)).logits
+        ours, theirs = model(Batch(tokens(101)))[..., :101], reference(tokens(101)).logits
     assert theirs.abs().max() > 1
     assert (ours - theirs).abs().max() < bound() * theirs.abs().max()
 
@@ -59,7 +60,7 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
     assert types.sum(1).tolist() == [16, 21, 1, 16] and end[:, 0].tolist() == [48, 26, 12, 48]
     attention = (torch.arange(SEQ) < end[:, :1]).long()
     with torch.no_grad():
-        ours = model(inputs, **model_fields(batch))
+        ours = model(batch._replace(tokens=inputs))
         if head == "choice":
             theirs = reference(
                 input_ids=inputs[None], attention_mask=attention[None], token_type_ids=types[None]
@@ -70,7 +71,7 @@ def test_heads_of_the_first_token_equal_those_of_transformers(placement, head):
         labels = torch.where(torch.arange(SEQ) % 5 == 3, inputs, -100) * attention - 100 * (1 - attention)
         labels[:, 0], classes = -100, torch.tensor([0, 1, -100, 1])
         batch = batch._replace(labels=labels, sample_labels=classes, loss_factors=torch.ones(2, dtype=torch.float64))
-        sums = model(inputs, **model_fields(batch))
+        sums = model(batch._replace(tokens=inputs))
     assert (ours[1][:, 0] - theirs.seq_relationship_logits).abs().max() < bound()
     seen = attention.bool()
     largest = theirs.prediction_logits.abs().max()
@@ -95,7 +96,7 @@ def test_causal_models_equal_hugging_face(name):
     model = random_model((CAUSAL | MOE)[name])
     reference = reference_of(model)
     with torch.no_grad():
-        ours, theirs = model.eval()(tokens(101))[..., :101], reference(tokens(101)).logits
+        ours, theirs = model.eval()(Batch(tokens(101)))[..., :101], reference(tokens(101)).logits
     assert type(reference).__name__.lower().startswith(name.partition(",")[0].replace("_", ""))
     assert theirs.abs().max() > 1 and (ours - theirs).abs().max() < bound() * theirs.abs().max()
 
@@ -107,7 +108,7 @@ def test_t5_equals_hugging_face(mlp, tied):
     reference, inputs = reference_of(model), tokens(101)
     with torch.no_grad():
         theirs = reference(input_ids=inputs[:, :30], decoder_input_ids=inputs[:, 30:]).logits
-        ours = model(inputs, encoder_len=30)[..., :101]
+        ours = model(Batch(inputs, encoder_len=30))[..., :101]
     assert theirs.abs().max() > 0.5 and ours.shape == (3, 18, 101)
     assert (ours - theirs).abs().max() < bound() * theirs.abs().max()
 

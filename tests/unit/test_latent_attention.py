@@ -18,8 +18,9 @@ from tests.unit.hugging_face_cases import moe_config
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data, JobConfig, Model
-from titan_like.data.batch import Batch, collate, model_fields, num_labels
+from titan_like.data.batch import Batch, collate, num_labels
 from titan_like.data.masks import Masks, masks_of
+from titan_like.models.batch import Context
 from titan_like.models.config import RopeScaling
 from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.layers.attention import AttentionCore
@@ -95,7 +96,11 @@ def test_latent_attention_is_that_of_deepseek_v3(query_rank):
     mask = torch.full((1, 1, SEQ, SEQ), -torch.inf).triu(1)
 
     def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return module(x, (cos, sin), mask)[0] if module is theirs else module(x, (cos[0, :, :3], sin[0, :, :3]))
+        return (
+            module(x, (cos, sin), mask)[0]
+            if module is theirs
+            else module(x, Context(rope=(cos[0, :, :3], sin[0, :, :3])))
+        )
 
     assert_alike(ours, theirs, same, run)
 
@@ -163,18 +168,21 @@ def test_multi_token_prediction_is_a_plain_loop(tied):
     batch = collate([replace(masks_of(JobConfig(), config), samples=[sample])[0]] * 2)
     batch = batch._replace(loss_factors=torch.tensor([1.0, 0.3], dtype=torch.float64))
     assert num_labels(batch, config.predictions).tolist() == [32, 30]
-    losses = model(batch.tokens, **model_fields(batch))
+    losses = model(batch)
     gradients = torch.autograd.grad(losses.sum(), tuple(model.parameters()))
 
-    inputs, states = model.layer_inputs(torch.arange(17)), model.embedding(batch.tokens)
+    (cos, sin), states = (
+        model.rotary_tables(Batch(text, positions=torch.arange(17)))["full"],
+        model.embedding(batch.tokens),
+    )
     *layers, ahead = model.layers.values()
     for layer in layers:
-        states = layer(states, *inputs)
+        states = layer(states, Context(rope=(cos, sin)))
     table = model.embedding.weight if tied else model.output.weight
     main = [model.norm(states[:, i]) @ table[:257].t() for i in range(17)]
     embedded = model.embedding(batch.tokens[:, 1:])
     joined = ahead.eh_proj(torch.cat((ahead.enorm(embedded), ahead.hnorm(model.norm(states[:, :16]))), 2))
-    further = ahead.norm(DecoderLayer.forward(ahead, joined, *(x[:16] for x in inputs))) @ table[:257].t()
+    further = ahead.norm(DecoderLayer.forward(ahead, joined, Context(rope=(cos[:16], sin[:16])))) @ table[:257].t()
     labels = batch.labels
     expected = [sum(F.cross_entropy(main[i], labels[:, i], reduction="sum") for i in range(17) if i != 4)]
     expected.append(sum(F.cross_entropy(further[:, i], labels[:, i + 1], reduction="sum") for i in range(16) if i != 3))
@@ -182,7 +190,7 @@ def test_multi_token_prediction_is_a_plain_loop(tied):
     torch.testing.assert_close(losses, torch.stack(expected) * batch.loss_factors, rtol=bound(), atol=0)
     for name, one, other in zip(dict(model.named_parameters()), gradients, wanted, strict=True):
         assert (one - other).norm() < bound() * other.norm(), name
-    torch.testing.assert_close(model(batch.tokens)[..., :257], torch.stack(main, 1), rtol=bound(), atol=bound())
+    torch.testing.assert_close(model(Batch(batch.tokens))[..., :257], torch.stack(main, 1), rtol=bound(), atol=bound())
 
 
 def test_next_tokens_of_other_documents_carry_no_loss():

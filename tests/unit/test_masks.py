@@ -21,6 +21,7 @@ from titan_like.data.indexed import IndexedWriter
 from titan_like.data.masks import masks_of
 from titan_like.data.open_source import open_source
 from titan_like.data.source import DataRequest, Source
+from titan_like.models.batch import Batch
 from titan_like.models.layers import attention
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.interval_attention import interval_attention
@@ -129,7 +130,7 @@ def test_layers_share_a_mask_only_if_all_that_shapes_it_agrees() -> None:
     ]
     for layer, core in zip(model.layers.values(), cores, strict=False):
         layer.attention.core = core
-    masks = model.key_ranges(2, torch.arange(seq_len), None)
+    masks = model.masks(Batch(torch.zeros(2, seq_len, dtype=torch.int64)))
     causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
     wanted = [causal, torch.ones_like(causal), causal.triu(-2)]
     for ranges, visible in zip(masks.values(), wanted, strict=False):

@@ -6,6 +6,7 @@ import torch
 
 from tests.losses import summed_loss
 from titan_like.config import ConfigError, load_config
+from titan_like.models.batch import Batch
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPT
@@ -115,7 +116,7 @@ def test_other_projects_names_of_a_model_s_fields_lead_to_ours():
 def test_padding_logits_have_no_probability_and_no_gradient(family):
     model = tiny_model(family)
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
-    logits = model(tokens)
+    logits = model(Batch(tokens))
     assert logits.shape == (2, 24, 128)
     assert (logits[..., 97:] == -math.inf).all()
     assert logits[..., :97].isfinite().all()

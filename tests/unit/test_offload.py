@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from titan_like.config.load import load_config
+from titan_like.models.batch import Batch
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel import offload
 from titan_like.parallel.layout import Layout
@@ -31,8 +32,8 @@ def test_buffers_are_reused_and_each_layer_is_fetched_as_the_one_above_begins(mo
     monkeypatch.setattr(offload.LayerTensors, "fetch", lambda self: (fetched.append(self), fetch(self))[1])
     tokens, weights = torch.arange(64).view(2, 32), {one.data_ptr() for one in model.parameters()}
     for _ in range(2):  # microbatches
-        model(tokens)[..., :200].square().sum().backward()
-        plain(tokens)[..., :200].square().sum().backward()
+        model(Batch(tokens))[..., :200].square().sum().backward()
+        plain(Batch(tokens))[..., :200].square().sum().backward()
     first, second = buffers[: len(buffers) // 2], buffers[len(buffers) // 2 :]
     assert len(first) == len(set(first)) and set(first) == set(second)
     held = {one.data_ptr() for free in host._free.values() for one in free}

@@ -16,6 +16,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Model
 from titan_like.evaluate.sampling import filter_logits, generate
 from titan_like.hugging_face.convert import to_hugging_face
+from titan_like.models.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, model_config
 
@@ -67,7 +68,7 @@ def test_temperature_0_takes_the_most_probable_token_after_the_last_max_seq_len(
         ends = [max(at + 1, length - first) if prefix_lm else at + 1 for at in range(len(tokens) - first)]
         mask = KeyRanges(torch.zeros(1, len(ends), dtype=torch.int64), torch.tensor([ends]))
         with torch.no_grad():
-            tokens = [*tokens, int(model(torch.tensor([tokens[first:]]), document_mask=mask)[0, -1].argmax())]
+            tokens = [*tokens, int(model(Batch(torch.tensor([tokens[first:]]), document_mask=mask))[0, -1].argmax())]
     settings = {"prefix_lm": prefix_lm}
     assert generate(model, prompt, 20, temperature=0, **settings) == tokens[length:]
     assert generate(model, prompt, 20, temperature=0, seed=5, top_k=3, top_p=0.1, **settings) == tokens[length:]
@@ -88,7 +89,7 @@ def test_first_token_follows_the_distribution(model, temperature, top_k):
     draws = [generate(model, PROMPT, 1, temperature=temperature, top_k=top_k, seed=seed)[0] for seed in range(200)]
     observed = torch.bincount(torch.tensor(draws), minlength=model.config.padded_vocab_size) / len(draws)
     with torch.no_grad():
-        scaled = model(torch.tensor([PROMPT]))[0, -1].double() / temperature
+        scaled = model(Batch(torch.tensor([PROMPT])))[0, -1].double() / temperature
     if top_k:
         kept = kept_by_definition(scaled.tolist(), top_k, 1.0)
         scaled[[t for t in range(len(scaled)) if t not in kept]] = float("-inf")

@@ -9,6 +9,7 @@ from tests.reference.masks import take_definitions
 from tests.unit.hugging_face_cases import t5_config
 from titan_like.config import ConfigError
 from titan_like.config.schema import JobConfig
+from titan_like.models.batch import Batch
 from titan_like.models.layers.positions import RelativeBias, bucket_of
 from titan_like.models.registry import build_model, flavors
 from titan_like.models.t5.config import T5Config
@@ -23,7 +24,7 @@ def test_initial_activations_keep_their_size(mlp: str) -> None:
     )
     for name, inputs in (("layers.0.mlp.down", 512), ("layers.4.cross_attention.proj", 256), ("output", 256)):
         assert model.get_submodule(name).weight.std().item() == pytest.approx(inputs**-0.5, rel=0.03)
-    logits = model(torch.arange(40)[None], encoder_len=30)[..., :101]
+    logits = model(Batch(torch.arange(40)[None], encoder_len=30))[..., :101]
     assert 0.8 < logits.std() < 1.2  # so that the first loss is about that of a uniform guess
 
 

@@ -1,44 +1,22 @@
-"""A batch: named fields, from a dataset's samples to the keyword arguments of the model's forward pass.
+"""Batches on the way from a dataset's samples to the model.
 
-On the way, only the shape of a field matters: samples are stacked, batches are copied to a device, and context
-parallelism shards what has a dimension of positions. So a new field is a line in `Batch`, set by a dataset or an
-objective, and an argument of the ``forward`` that reads it. A package of its own adds one with a NamedTuple that has
-the fields of `Batch` and more.
+Only the shape of a field matters: samples are stacked, batches are copied to a device, and context parallelism shards
+what has a dimension of positions. So a new field is a line in `Batch`, set by a dataset or an objective, and read by a
+model. A package of its own adds one with a NamedTuple that has the fields of `Batch` and more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from titan_like.config.errors import RunError
+from titan_like.models.batch import Batch
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
-from titan_like.models.layers.key_ranges import KeyRanges
-
-
-class Batch(NamedTuple):
-    """Samples with their fields. Tensors are [batch, seq] unless stated otherwise, and have no batch dimension in a
-    single sample. A field that nothing needs is None.
-    """
-
-    tokens: torch.Tensor  # int64
-    labels: torch.Tensor | None = None  # int64, `IGNORED_LABEL` where a position carries no loss
-    positions: torch.Tensor | None = None  # int64; None: 0 to seq - 1
-    document_mask: KeyRanges | None = None  # None: causal attention, or all keys in a bidirectional model
-    token_types: torch.Tensor | None = None  # int64; None: the first type, or the model knows none
-    padding_mask: torch.Tensor | None = None  # bool, True where tokens only fill a sample up; None: nowhere
-    sample_labels: torch.Tensor | None = None  # int64 [batch]: class of a pair; answer, at a question's first option
-    num_tokens: torch.Tensor | None = None  # int64 [batch], without the padding at a sample's end; None: all of seq
-    loss_factors: torch.Tensor | None = None  # [heads], at least float32; None: the model returns logits
-    document_starts: torch.Tensor | None = None  # int64, where each token's document begins; the run's masks take it
-    next_tokens: torch.Tensor | None = None  # int64, the token after each; None: the model predicts one token ahead
-    next_labels: torch.Tensor | None = None  # int64, the label of each next position
-    encoder_len: int | None = None  # in a model with an encoder: how many tokens, the first ones, are the encoder's
-
 
 _LABELS_OF = {"tokens": "labels", "mtp": "next_labels", "pair": "sample_labels", "choice": "sample_labels"}
 """The field with the labels of each head."""
@@ -74,11 +52,6 @@ def collate(samples: Sequence[B]) -> B:
 def to_device(batch: B, device: torch.device) -> B:
     """Copy a batch to a device. From pinned memory to a GPU, nothing waits for it."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), batch)
-
-
-def model_fields(batch: Batch) -> dict[str, Any]:
-    """The keyword arguments of the model's forward pass: the fields that are given, without the tokens."""
-    return {name: field for name, field in batch._asdict().items() if field is not None and name != "tokens"}
 
 
 def arrays_of(sample: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -33,11 +33,11 @@ from titan_like.config.load import load_config, parse_overrides
 from titan_like.config.schema import JobConfig, LoRA
 from titan_like.config.section import options_of
 from titan_like.config.urls import path_of
-from titan_like.data.batch import Batch
 from titan_like.data.tokenizer import Tokenizer, tokenizer_in, tokenizer_of
 from titan_like.hugging_face.folder import is_hugging_face, local_folder
 from titan_like.hugging_face.peft import MergedWeights
 from titan_like.hugging_face.start import read_weights
+from titan_like.models.batch import Batch
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.init import local_parts
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -204,11 +204,10 @@ class ParallelInference:
         self._pipeline.model.train(False)
 
     @torch.no_grad()
-    def __call__(
-        self, tokens: torch.Tensor, document_mask: KeyRanges | None = None, encoder_len: int | None = None
-    ) -> torch.Tensor:
-        """tokens [1, seq] → logits [1, 1, padded vocab] of the last token, the same on every process."""
-        last = tokens.shape[1] - (encoder_len or 0) - 1
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """A batch of one sample → logits [1, 1, padded vocab] of the last token, the same on every process."""
+        tokens, document_mask = batch.tokens, batch.document_mask
+        last = tokens.shape[1] - (batch.encoder_len or 0) - 1
         # Messages between stages have a fixed shape, so pad; no token sees the padding.
         padding = 0, self._window - tokens.shape[1]
         padded = torch.nn.functional.pad(tokens, padding)
@@ -222,7 +221,6 @@ class ParallelInference:
             return result.copy_(full_logits(logits, slice(last, last + 1)))
 
         length = tokens.new_tensor([tokens.shape[1]])
-        batch = Batch(padded, document_mask=document_mask, encoder_len=encoder_len, num_tokens=length)
-        self._pipeline.forward([batch], keep)
+        self._pipeline.forward([batch._replace(tokens=padded, document_mask=document_mask, num_tokens=length)], keep)
         dist.broadcast(result, src=self._last_rank)
         return result

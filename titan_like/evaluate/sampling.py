@@ -13,6 +13,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.data.special_tokens import GENERATION_FILE, end_ids, read_json
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.evaluate.inference import ParallelInference
+from titan_like.models.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
 
@@ -119,7 +120,7 @@ def generate(
             order = torch.arange(window.shape[1], device=window.device)[None]
             document_mask = KeyRanges(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
         inputs = window if memory is None else torch.cat((memory, window), 1)
-        logits = model(inputs, document_mask=document_mask, encoder_len=encoder_len)[:, -1].float()  # [1, vocab]
+        logits = model(Batch(inputs, document_mask=document_mask, encoder_len=encoder_len))[:, -1].float()  # [1, vocab]
         if repetition_penalty != 1:
             seen = logits.gather(1, tokens)
             seen = torch.where(seen < 0, seen * repetition_penalty, seen / repetition_penalty)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, cast
 
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_like.models.batch import Batch, Context
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss, soft_capped
+from titan_like.models.layers.cross_entropy import TokenLoss, soft_capped
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -25,18 +27,6 @@ class TiedOutput(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] and [padded vocab, hidden] → [batch, seq, padded vocab]."""
         return F.linear(x, table)
-
-
-class NextEmbedding(nn.Module):
-    """Looks the next tokens up in the embedding table. It has no parameters of its own."""
-
-    def __init__(self, num_embeddings: int) -> None:
-        super().__init__()
-        self.num_embeddings = num_embeddings
-
-    def forward(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """[batch, seq] and [num_embeddings, hidden] → [batch, seq, hidden]."""
-        return F.embedding(tokens, table)
 
 
 class VocabularyBias(nn.Module):
@@ -82,10 +72,6 @@ class Transformer(nn.Module):
     shared: tuple[str, ...] = ()  # modules that layers share; a layer names those that it needs in `uses`
     pooled: tuple[str, ...] = ()  # of these, the ones that compute once a sequence, not once a token
     may_be_new: tuple[str, ...] = ()  # modules that begin anew where initial weights lack them, such as a new head
-    has_output_bias = False
-    has_kinds = False  # whether `inputs_of` says what a layer takes
-    takes_num_tokens = False  # whether `layer_inputs` takes ``num_tokens``
-    final_softcap = 0.0  # logits become final_softcap · tanh(logit / final_softcap); 0: they stay
     initial_elements = BLOCK_ELEMENTS  # of initial weights that one generator draws
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -103,11 +89,9 @@ class Transformer(nn.Module):
             if config.tied_embeddings
             else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
-        self.output_bias = VocabularyBias(config.padded_vocab_size) if self.has_output_bias else nn.Identity()
+        self.output_bias: nn.Module = nn.Identity()
         self.mask_padding: nn.Module = PaddingMask(config.vocab_size, config.padded_vocab_size)
-        self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size, self.final_softcap)
-        predicts_next = "mtp" in config.predictions
-        self.next_embedding: nn.Module = NextEmbedding(config.padded_vocab_size) if predicts_next else nn.Identity()
+        self.token_loss: nn.Module = TokenLoss(config.vocab_size, config.padded_vocab_size)
 
     def keep_stage(self, layers: range, is_first: bool, is_last: bool) -> None:
         """Drop what other pipeline stages hold.
@@ -134,39 +118,43 @@ class Transformer(nn.Module):
         """The norm whose weights scale the logits. Only the last stage has it."""
         return self.norm
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden].
+    def forward(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """A batch → what `predict` returns: logits [batch, seq, padded vocab] in most families.
 
-        In a model with an encoder, this and `layer_inputs` also take ``encoder_len``.
+        With ``loss_factors`` → the losses of `loss`, [heads]. A stage that is not the first takes the ``hidden`` states
+        [batch, seq, hidden] of the stage before it. One that is not the last returns hidden states.
         """
+        if batch.positions is None:
+            batch = batch._replace(positions=torch.arange(batch.tokens.shape[1], device=batch.tokens.device))
+        x = self.embed(batch) if hidden is None else hidden
+        contexts = self.contexts(batch)
+        for name in self.layers:
+            x = self.run_layer(name, x, contexts[name], batch)
+        if not self.is_last:
+            return x
+        return self.predict(x, batch) if batch.loss_factors is None else self.loss(x, batch)
+
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """A batch, which has positions → hidden states [batch, seq, hidden]."""
         raise NotImplementedError
 
-    def embed_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
-        """The embeddings that a layer which takes next tokens gets: [batch, seq] → [batch, seq, hidden]."""
-        return self.next_embedding(next_tokens, self.embedding.weight)
+    def contexts(self, batch: Batch) -> Mapping[str, Any]:
+        """What each layer reads besides the hidden states, by the layer's name. Layers share what is alike."""
+        context = Context(batch.positions, batch.document_mask, padding_mask=batch.padding_mask)
+        masks = self.masks(batch)
+        return {name: context._replace(document_mask=masks[name]) if name in masks else context for name in self.layers}
 
-    def layer_inputs(self, positions: torch.Tensor) -> tuple[Any, ...]:
-        """Inputs that every layer takes in addition to the hidden states, such as rotary tables of the positions.
+    def run_layer(self, name: str, x: torch.Tensor, context: Any, batch: Batch) -> torch.Tensor:
+        """Hidden states before the layer with this name → after it, both [batch, seq, hidden]."""
+        return self.layers[name](x, context)
 
-        positions: [seq] or [batch, seq].
-        """
-        return ()
-
-    def inputs_of(self, layer: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the layer with this number takes of the `layer_inputs`, if there are kinds of layers."""
-        return inputs
-
-    def key_ranges(
-        self, batch: int, positions: torch.Tensor, document_mask: KeyRanges | None
-    ) -> dict[str, KeyRanges | None]:
-        """The masks of layers whose attention has a window, a soft cap or sinks, by layer; one for all alike.
-
-        ``positions`` are [seq] or [batch, seq].
-        """
+    def masks(self, batch: Batch) -> dict[str, KeyRanges | None]:
+        """The masks of layers whose attention has a window, a soft cap or sinks, by layer; one for all alike."""
         masks: dict[tuple[bool | int, ...], KeyRanges | None] = {}
         for core in self._cores.values():
             if core.mask_settings not in masks:
-                ranges = core.key_ranges(batch, positions.shape[-1], positions.device, document_mask)
+                size, seq_len = batch.tokens.shape
+                ranges = core.key_ranges(size, seq_len, batch.tokens.device, batch.document_mask)
                 masks[core.mask_settings] = ranges
         return {name: masks[core.mask_settings] for name, core in self._cores.items()}
 
@@ -180,77 +168,21 @@ class Transformer(nn.Module):
                 cores_of_layers[name] = cores[0]
         return cores_of_layers
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        document_mask: KeyRanges | None = None,
-        encoder_len: int | None = None,
-        token_types: torch.Tensor | None = None,
-        padding_mask: torch.Tensor | None = None,
-        labels: Labels = None,
-        sample_labels: Labels = None,
-        loss_factors: torch.Tensor | None = None,
-        next_tokens: torch.Tensor | None = None,
-        next_labels: Labels = None,
-        num_tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """tokens [batch, seq] → what `predict` returns: logits [batch, seq, padded vocab] in most families.
-
-        With ``loss_factors`` → the losses of `loss`, [heads].
-
-        The arguments are the fields of a `titan_like.data.batch.Batch`; a family with a field of its own takes one
-        more. A stage that is not the first takes hidden states [batch, seq, hidden] in place of tokens. One that is not
-        the last returns them. Layers get ``document_mask`` as their last argument, if it is given, `embed` gets
-        ``token_types``, and ``padding_mask`` goes to the layers that say they take it. With ``encoder_len`` the first
-        tokens are an encoder's, and predictions and losses are those of the others. A last layer may take
-        ``next_tokens``, for losses alone, and adds its own output, for ``next_labels``.
-        """
-        if positions is None:
-            seq_len = x.shape[1] * (1 if self.is_first else self.sequence_shards)
-            positions = torch.arange(seq_len, device=x.device)
-        lengths = () if encoder_len is None else (encoder_len,)
-        if self.is_first:
-            types: tuple[torch.Tensor, ...] = () if token_types is None else (token_types,)
-            x = self.embed(x, positions, *lengths, *types)
-        masks = self.key_ranges(len(x), positions, document_mask) if encoder_len is None else {}
-        of_samples = {} if num_tokens is None or not self.takes_num_tokens else {"num_tokens": num_tokens}
-        inputs: tuple[Any, ...] = self.layer_inputs(positions, *lengths, **of_samples)
-        is_normed = False
-        for name, layer in self.layers.items():
-            further: dict[str, torch.Tensor] = {}
-            if padding_mask is not None or next_tokens is not None:
-                is_padding = padding_mask
-                if loss_factors is not None and next_tokens is not None and getattr(layer, "takes_next_tokens", False):
-                    if self.is_last:  # what predicts the next token goes into the layer, as in Megatron-LM and vLLM
-                        x, is_normed = self.before_output(x), True
-                    further["next_embedding"] = self.embed_next(next_tokens)
-                    is_padding = cast(torch.Tensor, next_labels) == IGNORED_LABEL  # no other of its positions counts
-                if is_padding is not None and getattr(layer, "takes_padding_mask", False):
-                    further["padding_mask"] = is_padding
-            mask = masks.get(name, document_mask) if masks else document_mask
-            own_inputs = self.inputs_of(int(name), inputs) if self.has_kinds else inputs
-            x = layer(x, *own_inputs, *(() if mask is None else (mask,)), **further)
-        if not self.is_last:
-            return x
-        if encoder_len is not None:
-            x = x[:, encoder_len // self.sequence_shards :]
-            labels = None if labels is None else labels[:, encoder_len:]
-        if loss_factors is None:
-            return self.predict(x)
-        if next_labels is None:
-            return self.loss(x, loss_factors, labels, sample_labels)
-        x, ahead = x.chunk(2)
-        x = x if is_normed else self.before_output(x)
-        outputs = zip((x, ahead), (labels, next_labels), loss_factors, strict=True)
-        return torch.stack([self.loss_of_tokens(*output) for output in outputs])
-
-    def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def predict(self, x: torch.Tensor, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
 
         The logits of tokens are [batch, seq, padded vocab], and those of padding are -inf.
         """
         return self.logits(self.before_output(x))
+
+    def loss(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Hidden states after the last layer → the summed loss of each head times its factor, [heads].
+
+        Sums, not means: the caller makes each factor one over the number of labels in the global batch, so that every
+        layout and accumulation count computes the same quantity. Losses are in nats and at least float32.
+        """
+        assert batch.loss_factors is not None
+        return torch.stack([self.loss_of_tokens(self.before_output(x), batch.labels, batch.loss_factors[0])])
 
     def before_output(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states after the last layer → the output matrix's input, both [batch, seq, hidden]."""
@@ -258,21 +190,10 @@ class Transformer(nn.Module):
             x = self.get_submodule(name)(x)
         return x
 
-    def loss(self, x: torch.Tensor, factors: torch.Tensor, labels: Labels, sample_labels: Labels) -> torch.Tensor:
-        """Hidden states after the last layer → the summed loss of each head times its factor, [heads].
-
-        ``labels``, [batch, seq], are those of tokens, and ``sample_labels``, [batch], those of whole samples.
-
-        Sums, not means: the caller makes each factor one over the number of labels in the global batch, so that every
-        layout and accumulation count computes the same quantity. Losses are in nats and at least float32.
-        """
-        return torch.stack([self.loss_of_tokens(self.before_output(x), labels, factors[0])])
-
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
-        logits, cap = self.output_bias(logits), self.final_softcap
-        return self.mask_padding(soft_capped(logits, cap))
+        return self.mask_padding(soft_capped(self.output_bias(logits), cast(TokenLoss, self.token_loss).softcap))
 
     def loss_of_tokens(self, x: torch.Tensor, labels: Labels, factor: torch.Tensor) -> torch.Tensor:
         """The output matrix's input [batch, seq, hidden] and labels [batch, seq] → `TokenLoss`, a scalar."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.data.batch import Batch, model_fields
+from titan_like.data.batch import Batch
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.init import ADAPTER_NAMES
 from titan_like.models.parts import layers_of, one_of_each, shared_parameters
@@ -124,7 +124,7 @@ class WholeModel(TimedPasses):
         data_parallel = self.stage.data_parallel
         for microbatch, batch in enumerate(batches):
             with self.timed(Action("F", 0, microbatch)):
-                loss = loss_function(self.stage.module(batch.tokens, **model_fields(batch)), microbatch)
+                loss = loss_function(self.stage.module(batch), microbatch)
             with self.timed(Action("B", 0, microbatch)):
                 data_parallel.before_backward(is_last=microbatch == len(batches) - 1)
                 loss.backward()
@@ -136,7 +136,7 @@ class WholeModel(TimedPasses):
         """Call ``loss_function`` with what the model returns for every microbatch; no gradients."""
         self.stage.data_parallel.before_forward()
         for microbatch, batch in enumerate(batches):
-            loss_function(self.stage.module(batch.tokens, **model_fields(batch)), microbatch)
+            loss_function(self.stage.module(batch), microbatch)
             self.num_actions += 1
 
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from titan_like.data.batch import Batch, model_fields
+from titan_like.data.batch import Batch
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.model import LossFunction, ParallelModel, Stage
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, steps_of_rank
@@ -56,7 +56,7 @@ class RunningStage(PipelineStage, TimedPasses):
         self._made: dict[tuple[str, int], torch.Tensor] = {}
         # By microbatch: the stage's input and the graph node of its output. Keeping the node instead of the output lets
         # the output's memory be freed once it is sent.
-        self._in_flight: dict[int, tuple[torch.Tensor, GradientEdge]] = {}
+        self._in_flight: dict[int, tuple[torch.Tensor | None, GradientEdge]] = {}
         self._products: dict[int, list[Product]] = {}  # by microbatch, between the two parts of a backward pass
 
     def begin(self, batches: Sequence[Batch], loss_function: LossFunction) -> None:
@@ -76,16 +76,16 @@ class RunningStage(PipelineStage, TimedPasses):
             Hidden states [batch, seq here, hidden], or the scalar loss in the last stage.
         """
         batch = self._batches[fwd_chunk_id]
-        x = batch.tokens if self.is_first else self._arrived.pop(("F", fwd_chunk_id))
-        backward = torch.is_grad_enabled()
+        hidden, backward = None, torch.is_grad_enabled()
         if not self.is_first:
-            x.requires_grad_(backward)  # the received input is a leaf, whose gradient goes back to the previous stage
-        output = self.stage.module(x, **model_fields(batch))
+            hidden = self._arrived.pop(("F", fwd_chunk_id))
+            hidden.requires_grad_(backward)  # it is a leaf, whose gradient goes back to the previous stage
+        output = self.stage.module(batch, hidden)
         if self.is_last:
             assert self._loss_function is not None
             output = self._loss_function(output, fwd_chunk_id)
         if backward:
-            self._in_flight[fwd_chunk_id] = x, get_gradient_edge(output)
+            self._in_flight[fwd_chunk_id] = hidden, get_gradient_edge(output)
         output = output.detach()
         if not self.is_last and self.ranks[self.stage_index + 1] != self.group_rank:
             self._made["F", fwd_chunk_id] = output
@@ -100,12 +100,12 @@ class RunningStage(PipelineStage, TimedPasses):
             data_parallel.before_backward(is_last=self._is_last_backward())
         else:
             data_parallel.before_split_backward()
-        x, output = self._in_flight.pop(bwd_chunk_id)
+        hidden, output = self._in_flight.pop(bwd_chunk_id)
         torch.autograd.backward(output, gradient)
         data_parallel.after_backward()
-        if not self.is_first:
-            assert x.grad is not None
-            self._made["B", bwd_chunk_id] = x.grad
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._made["B", bwd_chunk_id] = hidden.grad
         if deferred is not None:
             self._products[bwd_chunk_id] = deferred.take()
             if full_backward:

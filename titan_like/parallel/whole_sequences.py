@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from titan_like.config.errors import first_line
+from titan_like.models.batch import Batch
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
@@ -155,7 +156,7 @@ def _run(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, bloc
     no_labels = torch.full((len(tokens),), IGNORED_LABEL)  # those of samples, whose first token has the head
     factors = torch.ones(len(model.config.predictions), dtype=torch.float64)
     with _NoDropout():
-        model(tokens, labels=tokens, sample_labels=no_labels, loss_factors=factors, **fields)
+        model(Batch(tokens, tokens, sample_labels=no_labels, loss_factors=factors, **fields))
     for hook in hooks:
         hook.remove()
     return calls

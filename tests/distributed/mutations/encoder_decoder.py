@@ -11,7 +11,7 @@ from torch import nn
 from tests.distributed.mutations import bug, under
 from titan_like.models.layers import positions
 from titan_like.models.layers.positions import RelativeBias
-from titan_like.models.t5.model import T5, EncoderLayer, LayerInputs
+from titan_like.models.t5.model import T5, EncoderLayer, T5Context
 from titan_like.parallel import tensor_styles
 
 
@@ -31,22 +31,22 @@ def decoder_sees_the_future(original: Any, self: RelativeBias, queries: torch.Te
 @contextmanager
 def _last_encoder_layer(end: Callable[[torch.Tensor, nn.Module, int], torch.Tensor]) -> Iterator[None]:
     """In a pipeline, ``end`` ends the encoder: it gets what comes before the norm, the norm, and the encoder's part."""
-    original, original_inputs, is_pipeline = EncoderLayer.forward, T5.layer_inputs, [False]
+    original, original_contexts, is_pipeline = EncoderLayer.forward, T5.contexts, [False]
 
-    def layer_inputs(self: T5, positions: torch.Tensor, encoder_len: int) -> tuple[LayerInputs]:
+    def contexts(self: T5, batch: Any) -> Any:
         is_pipeline[0] = not (self.is_first and self.is_last)
-        return original_inputs(self, positions, encoder_len)
+        return original_contexts(self, batch)
 
-    def forward(self: EncoderLayer, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+    def forward(self: EncoderLayer, x: torch.Tensor, context: T5Context) -> torch.Tensor:
         norm = self.final_norm
         if norm is None or not is_pipeline[0]:
-            return original(self, x, inputs)
+            return original(self, x, context)
         self.final_norm = None
-        before = original(self, x, inputs)
+        before = original(self, x, context)
         self.final_norm = norm
-        return end(before, norm, inputs.encoder_part)
+        return end(before, norm, context.encoder_part)
 
-    with patch.object(T5, "layer_inputs", layer_inputs), patch.object(EncoderLayer, "forward", forward):
+    with patch.object(T5, "contexts", contexts), patch.object(EncoderLayer, "forward", forward):
         yield
 
 
@@ -80,8 +80,8 @@ def biases_of_other_heads(original: Any, self: Any, rows: torch.Tensor) -> torch
     return original(self, rows).flip(-1)
 
 
-@bug(T5, "layer_inputs")
-def encoder_s_bias_in_the_first_stage_alone(original: Any, self: T5, *positions: Any) -> tuple[LayerInputs]:
+@bug(T5, "contexts")
+def encoder_s_bias_in_the_first_stage_alone(original: Any, self: T5, batch: Any) -> Any:
     """Encoder layers of later stages get no relative positions."""
-    (inputs,) = original(self, *positions)
-    return (inputs if self.is_first else inputs._replace(encoder_bias=None),)
+    contexts = original(self, batch)
+    return {n: x if self.is_first else x._replace(encoder_bias=None) for n, x in contexts.items()}

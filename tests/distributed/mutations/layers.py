@@ -61,12 +61,11 @@ def softmax_combined_in_bfloat16(original: Any, group: Group, parts: torch.Tenso
     return original(group, parts.bfloat16()).to(parts.dtype)
 
 
-@bug(Decoder, "layer_inputs")
-def positions_begin_anew_in_each_part(
-    original: Any, self: Decoder, positions: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+@bug(Decoder, "rotary_tables")
+def positions_begin_anew_in_each_part(original: Any, self: Decoder, batch: Any) -> Any:
     """Under sequence parallelism rotary positions are those within a process's part of the sequence."""
-    return original(self, positions % (positions.shape[-1] // self.sequence_shards))
+    positions = batch.positions % (batch.positions.shape[-1] // self.sequence_shards)
+    return original(self, batch._replace(positions=positions))
 
 
 @bug(tensor_styles, "all_gather")
@@ -128,16 +127,16 @@ def rotary_table_ends_at_128(original: Any, positions: Any, *rest: Any) -> Any:
     return original(positions.clamp(max=127), *rest)
 
 
-@bug(Decoder, "layer_inputs")
-def rotary_table_of_later_stages_ends_at_128(original: Any, self: Decoder, positions: torch.Tensor) -> Any:
+@bug(Decoder, "rotary_tables")
+def rotary_table_of_later_stages_ends_at_128(original: Any, self: Decoder, batch: Any) -> Any:
     """Pipeline stages after the first turn all later positions as the 128th."""
-    return original(self, positions if self.is_first else positions.clamp(max=127))
+    return original(self, batch if self.is_first else batch._replace(positions=batch.positions.clamp(max=127)))
 
 
 @bug(GPT, "embed")
-def learned_positions_end_at_128(original: Any, self: GPT, tokens: Any, positions: torch.Tensor) -> torch.Tensor:
+def learned_positions_end_at_128(original: Any, self: GPT, batch: Any) -> torch.Tensor:
     """All later positions take the 128th row."""
-    return original(self, tokens, positions.clamp(max=127))
+    return original(self, batch._replace(positions=batch.positions.clamp(max=127)))
 
 
 @bug(tensor_styles.SplitNorm, "forward")

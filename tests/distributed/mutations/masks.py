@@ -26,15 +26,15 @@ _get_sample = Masks.__getitem__
 
 
 @bug(Transformer, "forward")
-def later_stages_attend_causally(original: Any, self: Any, x: Any, document_mask: Any = None, **others: Any) -> Any:
+def later_stages_attend_causally(original: Any, self: Any, batch: Any, *hidden: Any) -> Any:
     """Pipeline stages after the first get no mask."""
-    return original(self, x, document_mask=document_mask if self.is_first else None, **others)
+    return original(self, batch if self.is_first else batch._replace(document_mask=None), *hidden)
 
 
 @bug(Transformer, "forward")
-def later_stages_count_positions_through(original: Any, self: Any, x: Any, positions: Any = None, **others: Any) -> Any:
+def later_stages_count_positions_through(original: Any, self: Any, batch: Any, *hidden: Any) -> Any:
     """Pipeline stages after the first get no positions."""
-    return original(self, x, positions=positions if self.is_first else None, **others)
+    return original(self, batch if self.is_first else batch._replace(positions=None), *hidden)
 
 
 @bug(AttentionCore, "forward")

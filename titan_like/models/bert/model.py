@@ -8,16 +8,18 @@ is an option.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_like.models.batch import Batch, Context
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import NUM_OPTIONS
 from titan_like.models.gpt.model import GPTLayer
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
-from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.models.transformer import Labels, Transformer
+from titan_like.models.transformer import Transformer, VocabularyBias
 
 
 class BertLayer(GPTLayer):
@@ -27,11 +29,11 @@ class BertLayer(GPTLayer):
         super().__init__(config, is_causal=False, approximate="none")
         self.norms_first = config.norm_placement == "pre"
 
-    def forward(self, x: torch.Tensor, document_mask: KeyRanges | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """As in the base class."""
         if self.norms_first:
-            return super().forward(x, document_mask)
-        x = self.attention_norm(x + F.dropout(self.attention(x, None, document_mask), self.dropout, self.training))
+            return super().forward(x, context)
+        x = self.attention_norm(x + F.dropout(self.attention(x, context), self.dropout, self.training))
         return self.mlp_norm(x + F.dropout(self.mlp(x), self.dropout, self.training))
 
 
@@ -56,6 +58,21 @@ class FirstToken(nn.Module):
         return x[:, :1]
 
 
+class SampleLoss(nn.Module):
+    """Cross entropy of classes of samples. It has no parameters."""
+
+    def __init__(self, is_choice: bool) -> None:
+        """The classes are two, or with ``is_choice`` the options of a question, which are a sample each."""
+        super().__init__()
+        self.classes, self.samples = (NUM_OPTIONS, NUM_OPTIONS) if is_choice else (2, 1)
+
+    def forward(self, scores: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """``factor`` times the summed loss in nats, a scalar: scores [batch, 1, scores of a sample], labels [batch]."""
+        scores = scores.reshape(-1, self.classes).to(factor.dtype)
+        labels = labels[:: self.samples]
+        return F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL, reduction="sum") * factor
+
+
 class Bert(Transformer):
     """BERT over token sequences [batch, seq]; see `Transformer.forward`.
 
@@ -66,7 +83,6 @@ class Bert(Transformer):
     entry = ("embedding", "position_embedding", "token_type_embedding", "embedding_norm")
     head = ("norm", "transform", "first_token", "pooler", "pair", "pooled_dropout", "choice")
     pooled = may_be_new = ("pooler", "pair", "choice")
-    has_output_bias = True
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -78,6 +94,8 @@ class Bert(Transformer):
         self.layers.update({str(i): BertLayer(config) for i in range(config.num_layers)})
         self.norm = nn.Identity() if is_post else nn.LayerNorm(hidden, config.norm_eps)
         self.transform: nn.Module = Transform(config)
+        self.output_bias = VocabularyBias(config.padded_vocab_size)
+        self.sample_loss = SampleLoss(config.sentence_head == "choice")
         self.first_token: nn.Module = nn.Identity()
         self.pooler: nn.Module = nn.Identity()
         self.pair: nn.Module = nn.Identity()
@@ -99,18 +117,14 @@ class Bert(Transformer):
         """The norm whose weights scale the logits. Only the last stage has it."""
         return self.transform.norm if isinstance(self.transform, Transform) else self.norm
 
-    def embed(
-        self, tokens: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """tokens [batch, seq], positions [seq] or [batch, seq], types like either → hidden states [batch, seq, hidden].
-
-        Without ``token_types`` all tokens are of the first type.
-        """
-        types = torch.zeros_like(positions) if token_types is None else token_types
-        x = self.embedding(tokens) + self.position_embedding(positions) + self.token_type_embedding(types)
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """As in the base class. Without ``token_types`` all tokens are of the first type."""
+        positions = cast(torch.Tensor, batch.positions)
+        types = torch.zeros_like(positions) if batch.token_types is None else batch.token_types
+        x = self.embedding(batch.tokens) + self.position_embedding(positions) + self.token_type_embedding(types)
         return F.dropout(self.embedding_norm(x), self.dropout, self.training)
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def predict(self, x: torch.Tensor, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
 
         They are the logits of tokens [batch, seq, padded vocab], those of a pair [batch, 1, 2], of which the first is
@@ -126,18 +140,14 @@ class Bert(Transformer):
         pooled = torch.tanh(self.pooler(self.first_token(x)))
         return self.pair(pooled) if "pair" in self.config.predictions else self.choice(self.pooled_dropout(pooled))
 
-    def loss(self, x: torch.Tensor, factors: torch.Tensor, labels: Labels, sample_labels: Labels) -> torch.Tensor:
-        """As in the base class. The classes of a choice are the options of its question."""
+    def loss(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As in the base class."""
         x, losses = self.norm(x), []
-        for name, factor in zip(self.config.predictions, factors, strict=True):
+        for name, factor in zip(self.config.predictions, cast(torch.Tensor, batch.loss_factors), strict=True):
             if name == "tokens":
-                losses.append(self.loss_of_tokens(self.transform(x), labels, factor))
+                losses.append(self.loss_of_tokens(self.transform(x), batch.labels, factor))
             else:
-                assert sample_labels is not None
-                classes, samples = (2, 1) if name == "pair" else (NUM_OPTIONS, NUM_OPTIONS)
-                scores, label = self.scores(x).reshape(-1, classes).to(factor.dtype), sample_labels[::samples]
-                summed = F.cross_entropy(scores, label, ignore_index=IGNORED_LABEL, reduction="sum")
-                losses.append(summed * factor)
+                losses.append(self.sample_loss(self.scores(x), batch.sample_labels, factor))
         return torch.stack(losses)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from titan_like.models.decoder.config import DecoderConfig, LayerKind
+from titan_like.models.batch import Batch, Context, Rope
+from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.layers.attention import AttentionCore, SelfAttention
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
 from titan_like.models.layers.experts import SparseMLP
-from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes, latent_scale
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.norms import make_norm
@@ -25,7 +28,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.block, self.residual_scale = config.block, config.residual_scale
-        self.takes_padding_mask = isinstance(mlp, SparseMLP)  # experts do not count padding
+        self.has_experts = isinstance(mlp, SparseMLP)
         has_two = config.block == "sandwich"
         self.attention_norm = norm_of(config)
         self.attention = attention
@@ -34,25 +37,18 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.mlp_post_norm = norm_of(config) if has_two else None
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        document_mask: KeyRanges | None = None,
-        **mlp: Any,
-    ) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; cos and sin are [seq, rotated / 2], or with a batch before.
-
-        Causal without ``document_mask``, and without positions if cos and sin are None. The MLP takes further inputs.
-        """
-        rope = None if cos is None else (cos, sin)
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]."""
         if self.block == "post":
-            x = self.add(x, self.attention(x, rope, document_mask), self.attention_norm)
-            return self.add(x, self.mlp(x, **mlp), self.mlp_norm)
-        after = self.add(x, self.attention(self.attention_norm(x), rope, document_mask), self.attention_post_norm)
+            x = self.add(x, self.attention(x, context), self.attention_norm)
+            return self.add(x, self.feed_forward(x, context), self.mlp_norm)
+        after = self.add(x, self.attention(self.attention_norm(x), context), self.attention_post_norm)
         entered = x if self.block == "parallel" else after
-        return self.add(after, self.mlp(self.mlp_norm(entered), **mlp), self.mlp_post_norm)
+        return self.add(after, self.feed_forward(self.mlp_norm(entered), context), self.mlp_post_norm)
+
+    def feed_forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """The MLP, [batch, seq, hidden] → [batch, seq, hidden]. Experts do not count padding."""
+        return self.mlp(x, context.padding_mask) if self.has_experts else self.mlp(x)
 
     def add(self, x: torch.Tensor, result: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         """The hidden states x plus what a block computed, normalised and scaled; all [batch, seq, hidden]."""
@@ -72,30 +68,37 @@ class MTPLayer(DecoderLayer):
     that it gets for a loss have gone through the model's own last norm.
     """
 
-    takes_next_tokens = True
-
     def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__(config, attention, mlp)
         self.enorm, self.hnorm, self.norm = norm_of(config), norm_of(config), norm_of(config)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, *inputs: Any, next_embedding: torch.Tensor | None = None, **mlp: Any
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """[batch, seq, hidden] → the same and, after it, what predicts tokens after the next: [2 · batch, seq, hidden].
 
-        Without ``next_embedding``, the embeddings of the next tokens, [batch, seq, hidden] → the same.
+        Without ``next_embedding`` in the context → the same.
         """
-        if next_embedding is None:
+        if context.next_embedding is None:
             return x
-        both = torch.cat((self.enorm(next_embedding), self.hnorm(x)), 2)
-        return torch.cat((x, self.norm(super().forward(self.eh_proj(both), *inputs, **mlp))))
+        both = torch.cat((self.enorm(context.next_embedding), self.hnorm(x)), 2)
+        return torch.cat((x, self.norm(super().forward(self.eh_proj(both), context))))
+
+
+class NextEmbedding(nn.Module):
+    """Looks the next tokens up in the embedding table. It has no parameters of its own."""
+
+    def __init__(self, num_embeddings: int) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+
+    def forward(self, tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[batch, seq] and [num_embeddings, hidden] → [batch, seq, hidden]."""
+        return F.embedding(tokens, table)
 
 
 class Decoder(Transformer):
     """A decoder over token sequences [batch, seq]; see `Transformer.forward`."""
 
-    has_kinds = takes_num_tokens = True
     residual_outputs: tuple[str, ...] = ("attention.proj", "down")
     config: DecoderConfig
 
@@ -104,12 +107,11 @@ class Decoder(Transformer):
         if config.kv_lora_rank:
             self.residual_outputs = ("heads.proj", "down")
         self.layers.update({str(i): self.new_layer(i) for i in range(len(config.layer_kinds))})
+        self.kinds_of_layers = {name: config.kind_of(int(name)) for name in self.layers}
         self.norm = norm_of(config)
-
-    @property
-    def final_softcap(self) -> float:  # type: ignore[override]
-        """The soft cap of the logits."""
-        return self.config.final_softcap
+        self.token_loss = TokenLoss(config.vocab_size, config.padded_vocab_size, config.final_softcap)
+        predicts_next = "mtp" in config.predictions
+        self.next_embedding: nn.Module = NextEmbedding(config.padded_vocab_size) if predicts_next else nn.Identity()
 
     def new_layer(self, number: int) -> DecoderLayer:
         """Build the layer with this number."""
@@ -150,13 +152,9 @@ class Decoder(Transformer):
         core = AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
         return LatentAttention(config.hidden_size, heads, sizes, core, bias=config.attention_bias == "all")
 
-    def embed_next(self, next_tokens: torch.Tensor) -> torch.Tensor:
-        """As in the base class."""
-        return self._scale_embedding(super().embed_next(next_tokens))
-
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
-        return self._scale_embedding(self.embedding(tokens))
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """As in the base class. Positions enter in the attention."""
+        return self._scale_embedding(self.embedding(batch.tokens))
 
     def _scale_embedding(self, x: torch.Tensor) -> torch.Tensor:
         factor = self.config.embedding_scale
@@ -164,29 +162,48 @@ class Decoder(Transformer):
             return x * torch.full((), factor, dtype=x.dtype, device=x.device)
         return _scaled(x, factor)
 
-    def layer_inputs(self, positions: torch.Tensor, num_tokens: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """The rotary (cos, sin) of each kind of layer, each [*positions.shape, rotated / 2], or None without rotation.
+    def contexts(self, batch: Batch) -> Mapping[str, Context]:
+        """As in the base class, with the rotary tables of each layer's kind."""
+        tables, contexts = self.rotary_tables(batch), super().contexts(batch)
+        return {name: contexts[name]._replace(rope=tables[self.kinds_of_layers[name]]) for name in self.layers}
 
-        They are computed once for all layers. Of a single kind, (cos, sin) is the result itself. longrope chooses
-        by the length of the sequences, or for each by ``num_tokens``, int64 [batch].
+    def rotary_tables(self, batch: Batch) -> dict[str, Rope | None]:
+        """(cos, sin) of each kind of layer, each [*positions.shape, rotated / 2]; None for a kind without rotation.
+
+        longrope chooses by the length of the sequences, or for each by ``num_tokens``.
         """
-        length = positions.shape[-1] * self.context_shards if num_tokens is None else num_tokens[:, None, None]
-        tables = [self._cos_sin(self.config.kind(name), positions, length) for name in self.config.kind_names]
-        return tables[0] if len(tables) == 1 else tuple(tables)
+        positions, tables = cast(torch.Tensor, batch.positions), dict[str, Rope | None]()
+        length: int | torch.Tensor = positions.shape[-1] * self.context_shards
+        if batch.num_tokens is not None:
+            length = batch.num_tokens[:, None, None]
+        for name in self.config.kind_names:
+            kind, tables[name] = self.config.kind(name), None
+            if kind.rope_theta:
+                rope = self.config.rotary_size, kind.rope_theta, kind.rope_scaling
+                frequencies = rope_frequencies(*rope, positions.device, length)
+                tables[name] = rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling))
+        return tables
 
-    def _cos_sin(
-        self, kind: LayerKind, positions: torch.Tensor, length: int | torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not kind.rope_theta:
-            return None, None
-        rope = self.config.rotary_size, kind.rope_theta, kind.rope_scaling
-        frequencies = rope_frequencies(*rope, positions.device, length)
-        return rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling))
+    def run_layer(self, name: str, x: torch.Tensor, context: Context, batch: Batch) -> torch.Tensor:
+        """As in the base class. A layer of multi-token prediction runs for losses alone."""
+        if int(name) < self.config.num_layers or batch.loss_factors is None or batch.next_tokens is None:
+            return super().run_layer(name, x, context, batch)
+        if self.is_last:  # what predicts the next token goes into the layer, as in Megatron-LM and vLLM
+            x = self.before_output(x)
+        embedding = self._scale_embedding(self.next_embedding(batch.next_tokens, self.embedding.weight))
+        is_padding = cast(torch.Tensor, batch.next_labels) == IGNORED_LABEL  # no other of its positions counts
+        return self.layers[name](x, context._replace(next_embedding=embedding, padding_mask=is_padding))
 
-    def inputs_of(self, layer: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """As in the base class: (cos, sin) of the layer's kind."""
-        names = self.config.kind_names
-        return inputs if len(names) == 1 else inputs[names.index(self.config.kind_of(layer))]
+    def loss(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As in the base class, and with multi-token prediction the loss of tokens after the next."""
+        if batch.next_labels is None:
+            return super().loss(x, batch)
+        x, ahead = x.chunk(2)
+        if not any(int(name) >= self.config.num_layers for name in self.layers):  # before which x is normalised
+            x = self.before_output(x)
+        of_next, of_ahead = cast(torch.Tensor, batch.loss_factors)
+        losses = self.loss_of_tokens(x, batch.labels, of_next), self.loss_of_tokens(ahead, batch.next_labels, of_ahead)
+        return torch.stack(losses)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """As in the base class."""

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_like.models.batch import Batch, Context
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.layers.attention import SelfAttention
-from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.mlp import GeluMLP
 from titan_like.models.transformer import Transformer
 
@@ -26,9 +26,9 @@ class GPTLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
         self.mlp = GeluMLP(hidden, config.ffn_hidden_size, approximate)
 
-    def forward(self, x: torch.Tensor, document_mask: KeyRanges | None = None) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]; without ``document_mask`` causal, or all tokens see all."""
-        attended = self.attention(self.attention_norm(x), None, document_mask)
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]."""
+        attended = self.attention(self.attention_norm(x), context)
         x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
@@ -46,9 +46,9 @@ class GPT(Transformer):
         self.layers.update({str(i): GPTLayer(config) for i in range(config.num_layers)})
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """tokens [batch, seq] and positions [seq] or [batch, seq] → hidden states [batch, seq, hidden]."""
-        x = self.embedding(tokens) + self.position_embedding(positions)
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """As in the base class."""
+        x = self.embedding(batch.tokens) + self.position_embedding(batch.positions)
         return F.dropout(x, self.dropout, self.training)
 
 

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_like.models.batch import Context
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.models.layers.norms import Norm
 from titan_like.models.layers.positions import apply_rope
+
+_PLAIN = Context()
 
 
 class AttentionCore(nn.Module):
@@ -258,18 +261,8 @@ class SelfAttention(nn.Module):
         proj_bias = bias if proj_bias is None else proj_bias
         self.proj = nn.Linear(num_attention_heads * self.head_dim, hidden_size, bias=proj_bias)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        document_mask: KeyRanges | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden].
-
-        ``rope`` is (cos, sin), each [seq, rotated / 2] or [batch, seq, rotated / 2]. ``document_mask`` and ``bias``
-        are as in the core.
-        """
+    def forward(self, x: torch.Tensor, context: Context = _PLAIN) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope``, ``document_mask`` and ``bias``."""
         batch, seq, _ = x.shape
         group = self.queries_per_kv_head
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
@@ -280,9 +273,10 @@ class SelfAttention(nn.Module):
                 q, k = self.q_norm(q), self.k_norm(k)
             else:
                 q, k = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_mask, bias)
+        if context.rope is not None:
+            q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        masks = context.document_mask, context.bias
+        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
 
 

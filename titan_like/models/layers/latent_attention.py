@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from titan_like.models.batch import Context
 from titan_like.models.config import RopeScaling
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.positions import apply_rope
 
 LATENT_EPS = 1e-6  # epsilon of the latents' norms, whatever that of the model's other norms
@@ -42,12 +42,7 @@ class LatentHeads(nn.Module):
         self.core = core
         self.proj = nn.Linear(num_heads * sizes.value, hidden_size, bias=bias)
 
-    def forward(
-        self,
-        latents: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor] | None,
-        document_mask: KeyRanges | None = None,
-    ) -> torch.Tensor:
+    def forward(self, latents: torch.Tensor, context: Context) -> torch.Tensor:
         """[batch, seq, query_rank or hidden + kv_rank + rope] → [batch, seq, hidden].
 
         ``latents`` are what queries come from, the latent of keys and values, and the key that all heads share.
@@ -57,10 +52,10 @@ class LatentHeads(nn.Module):
         q, turned = self.q(for_q).unflatten(2, (-1, sizes.nope + sizes.rope)).split([sizes.nope, sizes.rope], 3)
         k, v = self.kv(for_kv).unflatten(2, (-1, sizes.nope + sizes.value)).split([sizes.nope, sizes.value], 3)
         key = key[:, :, None]
-        if rope is not None:
-            turned, key = apply_rope(turned, *rope), apply_rope(key, *rope)
+        if context.rope is not None:
+            turned, key = apply_rope(turned, *context.rope), apply_rope(key, *context.rope)
         q, k = torch.cat((q, turned), 3), torch.cat((k, key.expand(*k.shape[:3], -1)), 3)
-        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_mask)
+        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.document_mask)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
 
 
@@ -86,18 +81,10 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(sizes.kv_rank, LATENT_EPS)
         self.heads = LatentHeads(hidden_size, num_heads, sizes, core, bias=bias)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
-        document_mask: KeyRanges | None = None,
-    ) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden].
-
-        ``rope`` is (cos, sin), each [seq, rope / 2] or [batch, seq, rope / 2]. ``document_mask`` is as in the core.
-        """
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope`` and ``document_mask``."""
         latent, key = self.kv_a(x).split([self.sizes.kv_rank, self.sizes.rope], 2)
-        return self.heads(torch.cat((self.q_norm(self.q_a(x)), self.kv_norm(latent), key), 2), rope, document_mask)
+        return self.heads(torch.cat((self.q_norm(self.q_a(x)), self.kv_norm(latent), key), 2), context)
 
 
 LATENT_PLAN = {

@@ -7,12 +7,14 @@ the second, which sees the first by cross attention. With sequence parallelism e
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_like.models.batch import Batch, Context
 from titan_like.models.layers.attention import CrossAttention, SelfAttention
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.positions import RelativeBias
@@ -20,7 +22,7 @@ from titan_like.models.t5.config import T5Config
 from titan_like.models.transformer import Transformer
 
 
-class LayerInputs(NamedTuple):
+class T5Context(NamedTuple):
     """What all layers take besides the hidden states."""
 
     encoder_part: int  # how many of the positions on this process are the encoder's
@@ -64,11 +66,11 @@ class EncoderLayer(T5Layer):
         super().__init__(config, is_causal=False)
         self.final_norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if is_last else None
 
-    def forward(self, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: T5Context) -> torch.Tensor:
         """[batch, positions of both parts, hidden] → the same shape."""
-        rest = x[:, inputs.encoder_part :]
-        x = x[:, : inputs.encoder_part]
-        x = x + self.drop(self.attention(self.attention_norm(x), bias=inputs.encoder_bias))
+        rest = x[:, context.encoder_part :]
+        x = x[:, : context.encoder_part]
+        x = x + self.drop(self.attention(self.attention_norm(x), Context(bias=context.encoder_bias)))
         x = x + self.drop(self.mlp(self.mlp_norm(x)))
         if self.final_norm is not None:
             x = self.drop(self.final_norm(x))
@@ -93,11 +95,11 @@ class DecoderLayer(T5Layer):
             scale=1.0,
         )
 
-    def forward(self, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: T5Context) -> torch.Tensor:
         """[batch, positions of both parts, hidden] → the same shape."""
-        memory = x[:, : inputs.encoder_part]
-        x = x[:, inputs.encoder_part :]
-        x = x + self.drop(self.attention(self.attention_norm(x), bias=inputs.decoder_bias))
+        memory = x[:, : context.encoder_part]
+        x = x[:, context.encoder_part :]
+        x = x + self.drop(self.attention(self.attention_norm(x), Context(bias=context.decoder_bias)))
         x = x + self.drop(self.cross_attention(self.cross_norm(x), memory))
         x = x + self.drop(self.mlp(self.mlp_norm(x)))
         return torch.cat((memory, x), 1)
@@ -137,23 +139,21 @@ class T5(Transformer):
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.readout = Readout(config)
 
-    def embed(  # type: ignore[override]
-        self, tokens: torch.Tensor, positions: torch.Tensor, encoder_len: int
-    ) -> torch.Tensor:
-        """tokens [batch, seq] → hidden states [batch, seq, hidden]. Positions enter in the attention."""
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """As in the base class. Positions enter in the attention."""
+        tokens, encoder_len = batch.tokens, cast(int, batch.encoder_len)
         if self.sequence_shards > 1:  # order tokens so that the share of each process has its share of both parts
             parts = tokens.split([encoder_len, tokens.shape[1] - encoder_len], dim=1)
             chunks = [part.chunk(self.sequence_shards, dim=1) for part in parts]
             tokens = torch.cat([chunk for pair in zip(*chunks, strict=True) for chunk in pair], 1)
         return F.dropout(self.embedding(tokens), self.dropout, self.training)
 
-    def layer_inputs(  # type: ignore[override]
-        self, positions: torch.Tensor, encoder_len: int
-    ) -> tuple[LayerInputs]:
+    def contexts(self, batch: Batch) -> Mapping[str, T5Context]:
         """The biases of both stacks, computed once for all layers.
 
-        positions: [encoder_len + decoder_len], which count from 0 in both parts if each is a CP shard of its sequence.
+        Positions, [encoder_len + decoder_len], count from 0 in both parts if each is a CP shard of its sequence.
         """
+        positions, encoder_len = cast(torch.Tensor, batch.positions), cast(int, batch.encoder_len)
         parts = {"encoder_bias": positions[:encoder_len], "decoder_bias": positions[encoder_len:]}
         if self.context_shards == 1:
             parts["decoder_bias"] = parts["decoder_bias"] - encoder_len
@@ -161,7 +161,20 @@ class T5(Transformer):
             self.get_submodule(name)(part, len(part) * self.context_shards) if hasattr(self, name) else None
             for name, part in parts.items()
         ]
-        return (LayerInputs(encoder_len // self.sequence_shards, *biases),)
+        return dict.fromkeys(self.layers, T5Context(encoder_len // self.sequence_shards, *biases))
+
+    def predict(self, x: torch.Tensor, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """As in the base class, of the decoder's positions."""
+        return super().predict(self.decoder_part(x, batch), batch)
+
+    def loss(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As in the base class, of the decoder's positions."""
+        labels = cast(torch.Tensor, batch.labels)[:, batch.encoder_len :]
+        return super().loss(self.decoder_part(x, batch), batch._replace(labels=labels))
+
+    def decoder_part(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Hidden states of both parts → the decoder's: [batch, decoder positions here, hidden]."""
+        return x[:, cast(int, batch.encoder_len) // self.sequence_shards :]
 
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
         """As in T5: each matrix keeps the size of its inputs, and queries make up for scores without a scale.

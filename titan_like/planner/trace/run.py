@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
@@ -11,19 +11,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch import Batch, model_fields
+from titan_like.data.batch import Batch
 from titan_like.models import parts
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import matrices_here
 from titan_like.parallel import apply as recipe
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.data import groups_of, summed_in_full, units_of
+from titan_like.parallel.extend import extend
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import Stage
@@ -100,7 +100,9 @@ def run_trace(key: TraceKey) -> Program:
         for parameter in (parameter for _, parameter, _ in named if parameter.requires_grad):
             parameter.register_post_accumulate_grad_hook(lambda weight: _take(weight, recorder))
             parameter.register_post_accumulate_grad_hook(lambda weight: complete.append(id(weight)))
-        _watch(modules, segments, recorder)
+        extend(modules[0], _Watched, recorder=recorder)
+        for module in modules[1:]:
+            extend(module, _OutputAlone)
         with mode, recorder:
             deferred = _run(key, stages, recorder, owners)
         recorder.finish()
@@ -144,12 +146,12 @@ def _run(key: TraceKey, stages: Sequence[Stage], recorder: Recorder, owners: dic
     """Run one microbatch through all stages and back. Returns ids of the parameters whose gradients were deferred."""
     batch = microbatch(key)
     last, returned = len(recorder.segments) - 1, list[torch.Tensor]()
-    output = stages[0].module(batch.tokens, **model_fields(batch))
+    output = stages[0].module(batch)
     if len(stages) > 1:
         end, hidden = _Received.apply(output, returned), output.detach().requires_grad_()
         del output
         recorder.enter(last, FORWARD)
-        output = stages[1].module(hidden, **model_fields(batch))
+        output = stages[1].module(batch, hidden)
     loss = output.sum()
     del output
     recorder.enter(last, BACKWARD)
@@ -189,51 +191,46 @@ def _take(parameter: torch.Tensor, recorder: Recorder) -> None:
         parameter.grad = None
 
 
-def _watch(modules: Sequence[Transformer], segments: list[Segment], recorder: Recorder) -> None:
-    """Tell the recorder which segment runs."""
+class _Watched(Transformer):
+    """A stage that tells the recorder which segment runs."""
 
-    def end(index: int, output: torch.Tensor) -> None:
-        segments[index].output = local_tensor(output).nbytes
-        if output.requires_grad:
-            output.register_hook(lambda gradient: recorder.enter(index, BACKWARD, gradient))
+    recorder: Recorder
 
-    first = modules[0]
-    embed, key_ranges, layer_inputs = first.embed, first.key_ranges, first.layer_inputs
-
-    def watched_embed(*args: Any) -> torch.Tensor:
-        recorder.enter(_ENTRY, FORWARD)
-        output = embed(*args)
+    def embed(self, batch: Batch) -> torch.Tensor:
+        self.recorder.enter(_ENTRY, FORWARD)
+        output = super().embed(batch)
         if not output.requires_grad:  # of a frozen table; but layers above the first pass gradients on
             output = output.detach().requires_grad_()
-        end(_ENTRY, output)
+        self.end(_ENTRY, output)
         return output
 
-    def watched_ranges(*args: Any) -> Any:
-        recorder.enter(_INPUTS, FORWARD)
-        return key_ranges(*args)
+    def contexts(self, batch: Batch) -> Mapping[str, Any]:
+        self.recorder.enter(_INPUTS, FORWARD)
+        contexts = super().contexts(batch)
+        watched = {id(x): x for x in tree_leaves(contexts) if isinstance(x, torch.Tensor) and x.requires_grad}
+        for tensor in watched.values():
+            tensor.register_hook(lambda gradient: self.recorder.enter(_INPUTS, BACKWARD, gradient))
+        self.recorder.enter(_FIRST_LAYER, FORWARD)
+        return contexts
 
-    def watched_inputs(*args: Any) -> tuple[Any, ...]:
-        recorder.enter(_INPUTS, FORWARD)
-        inputs = layer_inputs(*args)
-        for tensor in tree_leaves(inputs):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: recorder.enter(_INPUTS, BACKWARD, gradient))
-        recorder.enter(_FIRST_LAYER, FORWARD)
-        return inputs
+    def run_layer(self, name: str, x: torch.Tensor, context: Any, batch: Batch) -> torch.Tensor:
+        index = _FIRST_LAYER + list(self.layers).index(name)
+        output = super().run_layer(name, x, context, batch)
+        self.end(index, output)
+        self.recorder.enter(index + 1, FORWARD)
+        return output
 
-    def after_layer(index: int) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-            end(index, output)
-            recorder.enter(index + 1, FORWARD)
+    def end(self, index: int, output: torch.Tensor) -> None:
+        self.recorder.segments[index].output = local_tensor(output).nbytes
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.recorder.enter(index, BACKWARD, gradient))
 
-        return hook
 
-    first.embed, first.key_ranges = watched_embed, watched_ranges  # type: ignore[method-assign, assignment]
-    first.layer_inputs = watched_inputs  # type: ignore[method-assign, assignment]
-    for index, layer in enumerate(first.layers.values(), _FIRST_LAYER):
-        layer.register_forward_hook(after_layer(index))
-    for module in modules[1:]:  # without layers
-        module.layer_inputs = lambda *_: ()  # type: ignore[method-assign]
+class _OutputAlone(Transformer):
+    """A stage without layers."""
+
+    def contexts(self, batch: Batch) -> Mapping[str, Any]:
+        return {}
 
 
 def _segment_of(name: str, module: Transformer, num_kinds: int) -> int:
