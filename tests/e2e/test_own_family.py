@@ -20,6 +20,7 @@ from titan_like.commands import plan, verify
 from titan_like.config.load import load_config
 from titan_like.evaluate.inference import load
 from titan_like.metrics.flops import model_flops_per_token
+from titan_like.models.batch import Batch
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner import trace as traces
@@ -98,10 +99,10 @@ class Mixer(nn.Module):
         return x + self.gate * mixed
 
 class MixingLayer(DecoderLayer):
-    def forward(self, x, *inputs, **named):
+    def forward(self, x, context):
         if self.shifts:
             x = x + F.pad(x, (0, 0, 1, 0))[:, :-1] * 0.5
-        return super().forward(self.mixer(x), *inputs, **named)
+        return super().forward(self.mixer(x), context)
 
 class MixingMLP(GatedMLP):
     def forward(self, x):
@@ -142,8 +143,8 @@ class Mixing(Decoder):
             layer.mixer = Mixer(config.hidden_size, kind)
         return layer
 
-    def embed(self, tokens, positions):
-        x = super().embed(tokens, positions)
+    def embed(self, batch):
+        x = super().embed(batch)
         return x + x.roll(1, 1) if self.config.mixer == "embedding" else x
 
     def before_output(self, x):
@@ -214,7 +215,7 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path, monkeypatch
         theirs = transformers.AutoModelForCausalLM.from_pretrained(home / "exported", dtype=torch.float64)
     tokens = torch.randint(257, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), in_float64():
-        ours, wanted = model.double()(tokens)[..., :257], theirs(tokens).logits
+        ours, wanted = model.double()(Batch(tokens))[..., :257], theirs(tokens).logits
     assert type(theirs).__name__ == "Qwen3ForCausalLM" and wanted.abs().max() > 0.1
     assert (ours - wanted).abs().max() < bound() * wanted.abs().max()
     shown = succeeded(home, "scripts/convert.py", "from-hf", "--input=exported", "--output=imported")
