@@ -128,8 +128,8 @@ class Transformer(nn.Module):
             batch = batch._replace(positions=torch.arange(batch.tokens.shape[1], device=batch.tokens.device))
         x = self.embed(batch) if hidden is None else hidden
         contexts = self.contexts(batch)
-        for name in self.layers:
-            x = self.run_layer(name, x, contexts[name], batch)
+        for name, layer in self.layers.items():
+            x = self.run_layer(layer, x, contexts[name], batch)
         if not self.is_last:
             return x
         return self.predict(x, batch) if batch.loss_factors is None else self.loss(x, batch)
@@ -144,9 +144,9 @@ class Transformer(nn.Module):
         masks = self.masks(batch)
         return {name: context._replace(document_mask=masks[name]) if name in masks else context for name in self.layers}
 
-    def run_layer(self, name: str, x: torch.Tensor, context: Any, batch: Batch) -> torch.Tensor:
-        """Hidden states before the layer with this name → after it, both [batch, seq, hidden]."""
-        return self.layers[name](x, context)
+    def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Any, batch: Batch) -> torch.Tensor:
+        """Hidden states before a layer → after it, both [batch, seq, hidden]."""
+        return layer(x, context)
 
     def masks(self, batch: Batch) -> dict[str, KeyRanges | None]:
         """The masks of layers whose attention has a window, a soft cap or sinks, by layer; one for all alike."""

@@ -184,22 +184,22 @@ class Decoder(Transformer):
                 tables[name] = rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling))
         return tables
 
-    def run_layer(self, name: str, x: torch.Tensor, context: Context, batch: Batch) -> torch.Tensor:
+    def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context, batch: Batch) -> torch.Tensor:
         """As in the base class. A layer of multi-token prediction runs for losses alone."""
-        if int(name) < self.config.num_layers or batch.loss_factors is None or batch.next_tokens is None:
-            return super().run_layer(name, x, context, batch)
+        if batch.loss_factors is None or batch.next_tokens is None or not isinstance(layer, MTPLayer):
+            return layer(x, context)
         if self.is_last:  # what predicts the next token goes into the layer, as in Megatron-LM and vLLM
             x = self.before_output(x)
         embedding = self._scale_embedding(self.next_embedding(batch.next_tokens, self.embedding.weight))
         is_padding = cast(torch.Tensor, batch.next_labels) == IGNORED_LABEL  # no other of its positions counts
-        return self.layers[name](x, context._replace(next_embedding=embedding, padding_mask=is_padding))
+        return layer(x, context._replace(next_embedding=embedding, padding_mask=is_padding))
 
     def loss(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """As in the base class, and with multi-token prediction the loss of tokens after the next."""
         if batch.next_labels is None:
             return super().loss(x, batch)
         x, ahead = x.chunk(2)
-        if not any(int(name) >= self.config.num_layers for name in self.layers):  # before which x is normalised
+        if not any(isinstance(layer, MTPLayer) for layer in self.layers.values()):  # before which x is normalised
             x = self.before_output(x)
         of_next, of_ahead = cast(torch.Tensor, batch.loss_factors)
         losses = self.loss_of_tokens(x, batch.labels, of_next), self.loss_of_tokens(ahead, batch.next_labels, of_ahead)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -213,9 +214,9 @@ class _Watched(Transformer):
         self.recorder.enter(_FIRST_LAYER, FORWARD)
         return contexts
 
-    def run_layer(self, name: str, x: torch.Tensor, context: Any, batch: Batch) -> torch.Tensor:
-        index = _FIRST_LAYER + list(self.layers).index(name)
-        output = super().run_layer(name, x, context, batch)
+    def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Any, batch: Batch) -> torch.Tensor:
+        index = _FIRST_LAYER + list(self.layers.values()).index(layer)
+        output = super().run_layer(layer, x, context, batch)
         self.end(index, output)
         self.recorder.enter(index + 1, FORWARD)
         return output
