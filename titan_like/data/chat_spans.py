@@ -21,9 +21,9 @@ import os
 import re
 import secrets
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from titan_like.config.errors import first_line
@@ -36,6 +36,7 @@ _STEM = "1" + "".join(secrets.choice("23456789") for _ in range(11))
 _MARK = re.compile(_STEM + r"\d{9}")
 _RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
 _EXAMPLE = {"role": "user", "content": "a"}
+_ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}  # what most templates call OpenAI's and Llama's
 _NO_QUESTION = ("system", "developer", "assistant")  # after their messages no model is asked for an answer
 _CURE = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
 
@@ -71,7 +72,7 @@ class Rendering:
         message = self.messages[number]
         content = str(message.get("content") or "").strip()
         if rest.strip() and "think" not in rest.casefold():
-            if not content and not _calls(message):
+            if not content and "tool_calls" not in message:
                 return None
             if not self.text[begin:].lstrip().startswith(content):
                 problem = "an answer does not begin with what the chat template gives the model to begin it"
@@ -90,7 +91,7 @@ class Rendering:
     def after_end(self) -> str:
         """What the template writes after the text if another message follows."""
         last = len(self.messages) - 1
-        following = _EXAMPLE | {"role": "tool"} if _calls(self.messages[last]) else _EXAMPLE
+        following = _EXAMPLE | {"role": "tool"} if "tool_calls" in self.messages[last] else _EXAMPLE
         marked, marks = _with_marks(self.messages, last)
         tail = _after(self._write([*marked, following]), marks[-1]) or ""
         return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
@@ -135,37 +136,51 @@ def _after(text: str, mark: str) -> str | None:
 
 
 def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[Message], str, int]:
-    """The messages in a form that the template can write, their marked rendering, and how many texts next to calls it
-    leaves out. They change only if the template leaves out a text, or fails, and a change can help.
+    """The messages in the first form that the template can write, their marked rendering, and how many texts next to
+    calls it leaves out.
     """
     refused, lacking = "", ""
-    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_known_role]
-    contents = [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
-    changes += [change for content in contents for change in (_with_other_arguments, content)] + [_with_other_arguments]
-    for change in changes:
-        changed = [change(message) for message in messages]
-        if (refused or lacking) and changed == messages:
-            continue
-        messages = changed
-        marked = [_mark(message, number) for number, message in enumerate(messages)]
+    for form in _forms(messages):
+        marked, marks = zip(*(_mark(message, number) for number, message in enumerate(form)), strict=True)
         try:
-            whole = write([message for message, _ in marked])
+            whole = write(list(marked))
         except Exception as error:  # a template may raise anything
             refused = f"the chat template refuses the record ({first_line(error)})"
             continue
-        left_out = [[mark not in whole for mark in marks] for _, marks in marked]
-        num_calls = [len(_calls(message)) for message in messages]
-        # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
-        pairs = enumerate(zip(left_out, num_calls, strict=True))
-        lost = [n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks)]
-        texts = "\n".join(str(message.get("content")) for message in messages)
-        lost += [n for n, m in enumerate(messages) if any(_is_misprinted(call, whole, texts) for call in _calls(m))]
-        number = 0 if _RAW in whole else next(iter(lost), None)
-        if number is None:
-            return messages, whole, sum(map(any, left_out))
-        role, text = messages[number]["role"], " ".join(str(messages[number].get("content") or "a call").split())
+        texts = "\n".join(str(message.get("content")) for message in form)
+        is_lost = [_RAW in whole or _is_lost(*pair, whole, texts) for pair in zip(form, marks, strict=True)]
+        if not any(is_lost):
+            return form, whole, sum(any(mark not in whole for mark in marks_of_message) for marks_of_message in marks)
+        message = form[is_lost.index(True)]
+        role, text = message["role"], " ".join(str(message.get("content") or "a call").split())
         lacking = f'the chat template leaves out what a message with the role "{role}" says ("{text[:40]}")'
     raise BadRecord(lacking or refused)
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """The messages, and then forms of them for templates that do not write them as they are."""
+    yield messages
+    yield (messages := list(map(_with_joined_parts, messages)))
+    yield (messages := [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages])
+    contents: tuple[Message, ...] = {}, {"content": ""}, {"content": None}  # next to calls; the last is DeepSeek's
+    for content, change in product(contents, (lambda arguments: arguments, _other_arguments)):
+        yield [_with_calls(message, content, change) if "tool_calls" in message else message for message in messages]
+
+
+def _is_lost(message: Message, marks: list[str], whole: str, texts: str) -> bool:
+    """Whether a template leaves out a message's text, or the name of a call, or misprints a call's arguments: as quoted
+    JSON text, or as Python prints an object, where these are in none of the ``texts``.
+    """
+    calls = message.get("tool_calls", [])
+    # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
+    if any(mark not in whole for mark in marks[-len(calls) :]):
+        return True
+    for arguments in (call["function"].get("arguments") for call in calls):
+        text, printed = json.dumps(arguments, ensure_ascii=False), str(arguments)
+        wrong = text if isinstance(arguments, str) else printed
+        if text != printed and whole.count(wrong) > texts.count(wrong):
+            return True
+    return False
 
 
 def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple[Message, list[str]]:
@@ -187,7 +202,7 @@ def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple
             return part
         return mark(text) if text is part else part | {key: mark(text), "raw": _RAW}
 
-    content, calls = message.get("content"), _calls(message)
+    content, calls = message.get("content"), message.get("tool_calls")
     message = dict(message)
     if isinstance(content, list):
         message["content"] = list(map(mark_part, content))
@@ -204,18 +219,6 @@ def _changed(call: dict[str, Any], key: str, change: Callable[[Any], Any]) -> di
     return call | {"function": function | {key: change(function[key])}} if key in function else call
 
 
-def _is_misprinted(call: dict[str, Any], whole: str, texts: str) -> bool:
-    """Whether a call's arguments are quoted JSON text, or an object as Python prints it, apart from those in texts."""
-    arguments = call["function"].get("arguments")
-    text, printed = json.dumps(arguments, ensure_ascii=False), str(arguments)
-    wrong = text if isinstance(arguments, str) else printed
-    return text != printed and whole.count(wrong) > texts.count(wrong)
-
-
-def _calls(message: Message) -> list[dict[str, Any]]:
-    return message.get("tool_calls") or []
-
-
 def _with_joined_parts(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
@@ -229,27 +232,16 @@ def _with_joined_parts(message: Message) -> Message:
     return message | {"content": "".join(texts)}
 
 
-def _with_known_role(message: Message) -> Message:
-    """OpenAI's and Llama's other names of roles, which most templates do not know."""
-    names = {"developer": "system", "function": "tool", "ipython": "tool"}
-    return message | {"role": names.get(message["role"], message["role"])}
+def _with_calls(message: Message, content: Message, change: Callable[[Any], Any]) -> Message:
+    """A message with this content, if it has none, and with changed arguments of its calls."""
+    content = content | ({"content": message["content"]} if message.get("content") else {})
+    return message | content | {"tool_calls": [_changed(call, "arguments", change) for call in message["tool_calls"]]}
 
 
-def _with_content(content: str | None, message: Message) -> Message:
-    """What some templates need next to calls. Their arguments get the form again that was given."""
-    message = _with_other_arguments(message)
-    return message | {"content": message.get("content") or content} if _calls(message) else message
-
-
-def _with_other_arguments(message: Message) -> Message:
-    """Arguments of calls as JSON text, which is OpenAI's form, or as an object if they are text."""
-
-    def other(arguments: Any) -> Any:
-        if not isinstance(arguments, str):
-            return json.dumps(arguments, ensure_ascii=False)
-        with suppress(ValueError):
-            return parse_json(arguments)
-        return arguments
-
-    calls = [_changed(call, "arguments", other) for call in _calls(message)]
-    return message | {"tool_calls": calls} if calls else message
+def _other_arguments(arguments: Any) -> Any:
+    """Arguments of a call as JSON text, which is OpenAI's form, or as an object if they are text."""
+    if not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    with suppress(ValueError):
+        return parse_json(arguments)
+    return arguments
