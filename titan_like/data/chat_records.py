@@ -50,11 +50,7 @@ class Conversation:
 
 
 def read_conversation(record: Any) -> Conversation:
-    """The conversation of a record.
-
-    Raises:
-        BadRecord: the record has none of the forms above.
-    """
+    """The conversation of a record. Raises a `BadRecord` if it has none of the forms above."""
     texts, num_given = None, 0
     if isinstance(record, dict):
         record = {key: value for key, value in record.items() if value is not None}

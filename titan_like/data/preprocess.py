@@ -98,14 +98,10 @@ class Progress:
 def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
     """Write ``prefix``.bin and .idx, which appear when they are complete. ``num_workers`` 0: this process tokenizes.
 
-    Bad lines are counted, and the first ones named. What has been written stays after an error, for a later call to go
-    on with; if there is nothing, the folder is removed when bad input ends the job.
+    Bad lines are counted, and the first ones named. After an error, a later call continues with what has been written.
 
-    Raises:
-        ConfigError: a file that cannot be read, a bad line unless they are skipped, another job at work or unfinished
-            in the same place, or no document at all.
-        RunError: a process died.
-        OSError: the dataset cannot be written.
+    Raises a `ConfigError` about a file, a bad line, another job in the same place or no document at all, a `RunError`
+    if a process died, and an `OSError` if the dataset cannot be written.
     """
     folder = prefix.with_name(f"{prefix.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)

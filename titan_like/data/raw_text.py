@@ -88,8 +88,7 @@ def ending_of(path: Path) -> str:
 def kind_of(path: Path, key: Key = ()) -> str:
     """ "jsonl", "json", "csv", "tsv", "parquet", "arrow" or "text", by the file's content, its ending and its columns.
 
-    Raises:
-        UnreadableError: it is of none of these kinds, or cannot be read.
+    Raises an `UnreadableError` if it is of none of these kinds, or cannot be read.
     """
     head = b""
     with _readable(), open(path, "rb") as file:
@@ -182,10 +181,8 @@ def read_pieces(
     names the columns of a table. Nulls are left out of its rows: Arrow fills up each struct with the fields of the
     others. ``find_cut`` says where a long text may be cut, as `long_text.find_cut` does; without it, anywhere.
 
-    Raises:
-        UnreadableError: the file is of no kind that can be read, is damaged, ends early, or lacks the column, or a
-            package to read it is missing.
-        ReadFailure: the operating system failed to read it.
+    Raises an `UnreadableError` if the file is damaged, lacks the column or needs a package that is missing, and a
+    `ReadFailure` if the operating system failed to read it.
     """
     kind = kind_of(path, key)
     with _readable(), open(path, "rb") as file:

@@ -13,14 +13,7 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.data.files import find_files, named_paths
-from titan_like.data.raw_text import (
-    RECORD_ENDINGS,
-    Piece,
-    ReadFailure,
-    UnreadableError,
-    ending_of,
-    read_pieces,
-)
+from titan_like.data.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
 
 _FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
 _ROWS = 256  # rows of a dataset on the hub in a piece
@@ -40,12 +33,7 @@ class LocalShard:
     name: str  # its path
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
-
-        Raises:
-            UnreadableError: the shard is damaged, or has no text under ``key``.
-            ReadFailure: the disk or the network failed.
-        """
+        """The pieces from ``start`` on, as `read_pieces` gives them."""
         return (piece for piece, _ in read_pieces(Path(self.name), key, start, first_record))
 
 
@@ -58,7 +46,7 @@ class HubShard:
     number: int
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """Read pieces as `LocalShard.pieces` does. Errors that are not known damage count as network failures."""
+        """Pieces as `LocalShard.pieces` gives them. Errors that are not known damage count as network failures."""
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):
@@ -78,8 +66,7 @@ Shard = LocalShard | HubShard  # a sequence of records that is read on its own
 def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], str]:
     """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of names and content.
 
-    Raises:
-        ConfigError: a path names nothing or a file of another kind, or the hub cannot provide a dataset.
+    Raises a `ConfigError` if a path names nothing or a file of another kind, or the hub cannot provide a dataset.
     """
     require(paths, "data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
     shards: dict[str, Shard] = {}

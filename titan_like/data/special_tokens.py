@@ -50,11 +50,7 @@ class SpecialTokens:
     """The special tokens of a tokenizer, by id. Adds to ``tokenizer`` the tokens that only its folder names."""
 
     def __init__(self, tokenizer: HFTokenizer, file: Path | None) -> None:
-        """``file`` is its tokenizer.json; None: the tokenizer has no folder.
-
-        Raises:
-            ValueError: a file next to it is invalid; the message is the predicate of a sentence.
-        """
+        """``file`` is its tokenizer.json; None: the tokenizer has no folder. Raises `read_json`'s errors."""
         folder = file.parent if file is not None and file.name == TOKENIZER_FILE else None
         about = {} if folder is None else read_about(folder)
         older = {} if folder is None or "added_tokens_decoder" in about else read_json(folder / _ADDED_FILE)
@@ -108,8 +104,7 @@ class SpecialTokens:
 def end_ids(folder: Path) -> list[int]:
     """The ids that end a text, by the files in a Hugging Face folder or checkpoint; empty if none says so.
 
-    Raises:
-        ValueError: a file is invalid; the message is the predicate of a sentence.
+    Raises `read_json`'s errors, also about ids that are no numbers.
     """
     for name in _SAY_ENDS:
         content = read_json(folder / name)
@@ -145,11 +140,7 @@ def has_gpt2(folder: Path) -> bool:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with special_tokens_map.json where transformers still reads that; empty without both.
-
-    Raises:
-        ValueError: a file is invalid; the message is the predicate of a sentence.
-    """
+    """tokenizer_config.json, with special_tokens_map.json where transformers still reads that; empty without both."""
     about = read_json(folder / ABOUT_FILE)
     return about if "added_tokens_decoder" in about else about | read_json(folder / MAP_FILE)
 
@@ -157,8 +148,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file; empty if there is no such file.
 
-    Raises:
-        ValueError: it is no JSON object; the message is the predicate of a sentence.
+    Raises a `ValueError` if it is none; the message is the predicate of a sentence about the folder.
     """
     if file_problem(path) == "does not exist":
         return {}

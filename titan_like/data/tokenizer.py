@@ -91,9 +91,7 @@ class HuggingFaceTokenizer:
     ) -> None:
         """``file`` is its tokenizer.json. ``spec`` is the value of the setting ``key``, which errors blame.
 
-        Raises:
-            ConfigError: it cannot encode, has an id that is too large, no end-of-document token, or lacks a token that
-                the settings name.
+        Raises a `ConfigError` if it cannot encode, or lacks an end-of-document token or one that the settings name.
         """
         self.tokenizer, self._spec, self._key = tokenizer, spec, key
         tokenizer.no_truncation()  # transformers may have stored it with the tokenizer
@@ -194,11 +192,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def words(self) -> Words:
-        """Words of the tokenizer's own pre-tokenization.
-
-        Raises:
-            ConfigError: its tokens do not tell where words begin.
-        """
+        """Words of the tokenizer's own pre-tokenization; see `words_of`."""
         return words_of(self.tokenizer, self.special_ids, self._spec)
 
 
@@ -257,9 +251,7 @@ def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_
     A process keeps the last one, unless its files change: a large one takes half a second to read, and every source of
     a blend needs it.
 
-    Raises:
-        ConfigError: a file is missing or is not a tokenizer, the tokenizer has no end-of-document token, or it lacks a
-            token that the settings name.
+    Raises a `ConfigError` if a file is missing or is not a tokenizer, or it lacks a token that is needed.
     """
     files = tuple(tokenizer_files(spec, key))
     watched = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
@@ -305,10 +297,8 @@ def is_on_hub(spec: str) -> bool:
 
 
 def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
-    """The files of the tokenizer that a value of `data.tokenizer` names. One on the hub is downloaded, once.
-
-    Raises:
-        ConfigError: the hub does not have it, or cannot be reached.
+    """The files of the tokenizer that a value of `data.tokenizer` names. One on the hub is downloaded, once; a
+    `ConfigError` if the hub does not have it, or cannot be reached.
     """
     if spec == "byte":
         return []
@@ -341,8 +331,7 @@ def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, pr
 
     If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used.
 
-    Raises:
-        ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
+    Raises a `ConfigError` with ``problem``, for setting ``key``, if the hub does not have it, or cannot be reached.
     """
     from huggingface_hub import HfApi, snapshot_download  # installed with the package tokenizers
 
