@@ -52,6 +52,8 @@ class Conversation:
 def read_conversation(record: Any) -> Conversation:
     """The conversation of a record. Raises a `BadRecord` if it has none of the forms above."""
     texts, num_given = None, 0
+    if isinstance(record, BadRecord):
+        raise record
     if isinstance(record, dict):
         record = {key: value for key, value in record.items() if value is not None}
         lists = [_json_messages(record.get(key)) for key in ("prompt", "completion")]

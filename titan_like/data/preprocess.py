@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
@@ -35,7 +35,7 @@ from titan_like.data.chat import CHAT_FORMAT, Chat, build_chat
 from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.long_text import encode_documents, find_cut
-from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
+from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, Wanted, read_pieces, texts_of
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 
 _SECONDS_BETWEEN_REPORTS = 5.0
@@ -166,10 +166,8 @@ class _Output:
         self._open = 0  # tokens written of a text that is not complete
 
     def __enter__(self) -> _Output:
-        for name, size in (
-            ("tokens", self.progress.tokens * self.dtype.itemsize),
-            ("lengths", self.progress.documents * 4),
-        ):
+        sizes = {"tokens": self.progress.tokens * self.dtype.itemsize, "lengths": self.progress.documents * 4}
+        for name, size in sizes.items():
             self._files[name] = open(self.folder / f"{name}.bin", "ab")
             self._files[name].truncate(size)  # what was written after the last progress will be tokenized again
         return self
@@ -295,11 +293,7 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
 
 
 def documents_of(
-    piece: Piece,
-    key: str,
-    tokenizer: Tokenizer,
-    is_wanted: Callable[[int], bool] = lambda record: True,
-    ends: bool = True,
+    piece: Piece, key: str, tokenizer: Tokenizer, is_wanted: Wanted = lambda record: True, ends: bool = True
 ) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
     """The number of each wanted record of a piece, with its tokens, int64 [tokens], or why it has none.
 
@@ -335,17 +329,14 @@ def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
 
 
 def _conversations(piece: Piece, chat: Chat) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
-    """Yield each record's tokens and then where its answers begin and end, or why it has none."""
+    """Each record's tokens and then where its answers begin and end, or why it has none."""
     for number, record in texts_of(piece, None):
         try:
-            if isinstance(record, BadRecord):
-                raise record
             tokens, is_answer = chat.encode(record)
+            yield number, tokens
+            yield number, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))
         except BadRecord as error:
             yield number, error
-            continue
-        yield number, tokens
-        yield number, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))
 
 
 def _start_worker() -> None:

@@ -52,6 +52,7 @@ _SEPARATORS = {"csv": ",", "tsv": "\t"}  # of tables (RFC 4180)
 _WORD = re.compile(r"[A-Za-z_][\w.-]*")  # a name in the header of a table that only its content tells
 csv.field_size_limit(2**31 - 1)  # characters of a document in a table
 Key = str | tuple[str, ...]
+Wanted = Callable[[int], bool]  # whether to look at a record, given its number
 
 
 class UnreadableError(ValueError):
@@ -363,13 +364,10 @@ def _columns(names: list[str], key: Key) -> list[str]:
     return columns
 
 
-def texts_of(
-    piece: Piece, key: str | None, is_wanted: Callable[[int], bool] = lambda record: True
-) -> Iterator[tuple[int, Any]]:
-    """Yield the number and text of each record of a piece, or why a record has no text. Empty lines are skipped.
+def texts_of(piece: Piece, key: str | None, is_wanted: Wanted = lambda record: True) -> Iterator[tuple[int, Any]]:
+    """Yield the number and text of each wanted record of a piece, or why it has no text. Empty lines are skipped.
 
-    ``key`` is the text's in a record; with None the whole record is yielded. ``is_wanted`` tells by its number whether
-    to look at a record.
+    ``key`` is the text's in a record; with None the whole record is yielded.
     """
     if piece.kind == "text":
         yield piece.first_record, piece.content[0]

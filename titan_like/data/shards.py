@@ -17,10 +17,8 @@ from titan_like.data.raw_text import RECORD_ENDINGS, Piece, ReadFailure, Unreada
 
 _FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
 _ROWS = 256  # rows of a dataset on the hub in a piece
-_NOTHING = (
-    "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be like "
-    "org/name, org/name:config or org/name@revision"
-)
+_NOTHING = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be "
+_NOTHING += "like org/name, org/name:config or org/name@revision"
 _NO_TEXT = 'holds text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
 # A dataset of the hub, perhaps with a configuration of it and a revision: allenai/c4:en@1588ec4
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
@@ -106,8 +104,7 @@ def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
         dataset = load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:  # from the network, the hub, or the dataset's own format
         problem = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
-        raise ConfigError(
-            "data.paths", path, f"{problem}; correct the name, or download it and name the folder"
-        ) from None
+        cure = "correct the name, or download it and name the folder"
+        raise ConfigError("data.paths", path, f"{problem}; {cure}") from None
     shards = [HubShard(f"{path} shard {number}", dataset, number) for number in range(dataset.num_shards)]
     return shards, str(revision)

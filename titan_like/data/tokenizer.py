@@ -238,10 +238,8 @@ def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
     if is_unknown or config.model.from_ is not None or any(map(file_problem, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
-    message = (
-        f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and "
-    )
-    message += f"time; set model.overrides.vocab_size = {-(-size // 128) * 128}"
+    message = f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and"
+    message += f" time; set model.overrides.vocab_size = {-(-size // 128) * 128}"
     return message if vocab_size > size + max(1024, size // 4) else None
 
 
