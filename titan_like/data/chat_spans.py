@@ -2,14 +2,12 @@
 
 A model trains on the rendering of the whole conversation, with all that the template changes in earlier turns: Qwen3
 and gpt-oss drop thoughts, Mistral moves tools to the last question. Renderings of its beginnings need not begin that
-text, so they are never compared whole. Instead, copies of the messages are rendered with a mark at the end of every
-text, and what follows a mark is compared:
+text. So copies of the messages are rendered with a mark at the end of every text, and what follows is compared:
 
 - A text whose mark is not in the rendering is one that the template leaves out.
 - An answer begins where what follows the previous message no longer agrees with the prompt that the template writes for
   the answer (``add_generation_prompt``). That prompt may go further than the text: DeepSeek-R1's opens a thought.
-- An answer ends where what follows it no longer agrees with a conversation that ends with it. All that belongs to the
-  next message, its header above all, comes after that.
+- An answer ends where what follows it no longer agrees with a conversation that ends with it.
 
 Places are counted from the end of the text: a mark may change what is written before it, but not after.
 """
@@ -51,23 +49,17 @@ class Span(NamedTuple):
 
 
 class Rendering:
-    """What a chat template writes for a conversation."""
+    """What a chat template writes for a conversation; a `BadRecord` if it leaves out a text or hides an answer."""
 
     def __init__(self, write: Callable[..., str], messages: list[Message], encode: Callable[[str], Any]) -> None:
-        """``write`` renders messages, and ``encode`` gives the tokens of a text and where each begins and ends.
-
-        Raises a `BadRecord` if the template refuses the messages, or leaves out the text of one.
-        """
+        """``write`` renders messages, and ``encode`` gives the tokens of a text and where each begins and ends."""
         self._write, self._encode = write, encode
         self.messages, self._whole, self.left_out = _fitting(write, messages)
         self.text = write(self.messages)
         self._is_exact = _MARK.sub("", self._whole) == self.text  # the marks changed nothing
 
     def span(self, number: int) -> Span | None:
-        """The answer that is message ``number``; None if it is empty, and the template writes nothing for it.
-
-        Raises a `BadRecord` if it cannot be found.
-        """
+        """The answer that is message ``number``; None if it is empty, and the template writes nothing for it."""
         _, begin, rest = self._agreement(number, asks=True)
         message = self.messages[number]
         content = str(message.get("content") or "").strip()
@@ -92,14 +84,13 @@ class Rendering:
         """What the template writes after the text if another message follows."""
         last = len(self.messages) - 1
         following = _EXAMPLE | {"role": "tool"} if "tool_calls" in self.messages[last] else _EXAMPLE
-        marked, marks = _with_marks(self.messages, last)
-        tail = _after(self._write([*marked, following]), marks[-1]) or ""
+        marked, mark = _with_mark(self.messages, last)
+        tail = _after(self._write([*marked, following]), mark) or ""
         return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
 
     def _agreement(self, answer: int, asks: bool) -> tuple[int, int, str]:
         """Compare what follows the message before an answer with the end of a prompt (``asks``), or what follows the
-        answer with the end of a conversation: where that message's text ends, where the two part, and what the end goes
-        on with.
+        answer with the end of a conversation: where its text ends, where the two part, and how the end continues.
         """
         messages, is_exact = self.messages, self._is_exact
         if answer == 0 or messages[answer - 1]["role"] in _NO_QUESTION:
@@ -108,10 +99,9 @@ class Rendering:
             messages, is_exact = [*messages[:answer], _EXAMPLE, *messages[answer:]], False
             answer += 1
         number = answer - 1 if asks else answer
-        marked, marks = _with_marks(messages, number)
-        is_exact = is_exact and marks[-1] in self._whole
-        tail = _after(self._whole if is_exact else self._write(marked), marks[-1])
-        end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), marks[-1])
+        marked, mark = _with_mark(messages, number)
+        tail = _after(self._whole if is_exact and mark in self._whole else self._write(marked), mark)
+        end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), mark)
         if tail is None or end is None:
             raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_CURE}")
         shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
@@ -124,10 +114,10 @@ class Rendering:
         return text_end, text_end + shared, end[shared:]
 
 
-def _with_marks(messages: list[Message], number: int) -> tuple[list[Message], list[str]]:
-    """Messages of which one has marks, and its marks."""
+def _with_mark(messages: list[Message], number: int) -> tuple[list[Message], str]:
+    """Messages of which one has marks, and the last of these."""
     message, marks = _mark(messages[number], number, is_empty_marked=True)
-    return [*messages[:number], message, *messages[number + 1 :]], marks
+    return [*messages[:number], message, *messages[number + 1 :]], marks[-1]
 
 
 def _after(text: str, mark: str) -> str | None:

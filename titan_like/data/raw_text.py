@@ -87,10 +87,7 @@ def ending_of(path: Path) -> str:
 
 
 def kind_of(path: Path, key: Key = ()) -> str:
-    """ "jsonl", "json", "csv", "tsv", "parquet", "arrow" or "text", by the file's content, its ending and its columns.
-
-    Raises an `UnreadableError` if it is of none of these kinds, or cannot be read.
-    """
+    """ "jsonl", "json", "csv", "tsv", "parquet", "arrow" or "text", by the file's content, ending and columns."""
     head = b""
     with _readable(), open(path, "rb") as file:
         for chunk in _content(path, file, 0):

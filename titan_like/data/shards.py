@@ -62,10 +62,7 @@ Shard = LocalShard | HubShard  # a sequence of records that is read on its own
 
 
 def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], str]:
-    """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of names and content.
-
-    Raises a `ConfigError` if a path names nothing or a file of another kind, or the hub cannot provide a dataset.
-    """
+    """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of what they are."""
     require(paths, "data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
     shards: dict[str, Shard] = {}
     identity: list[object] = []

@@ -77,6 +77,9 @@ class SpecialTokens:
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
         sentinels = map(tokenizer.token_to_id, map("<extra_id_{}>".format, count()))
         self.sentinel_ids = [n for n in takewhile(lambda number: number is not None, sentinels) if n is not None]
+        self.pair_ids: tuple[int, int, int] | None = None  # which begin, separate and pad two sentences
+        if self.cls_id is not None and self.sep_id is not None:
+            self.pair_ids = self.cls_id, self.sep_id, self.cls_id if self.pad_id is None else self.pad_id
         self.end_ids = [] if folder is None else end_ids(folder)
         # The tokenizer's files take precedence over the model's, and both over a well-known name.
         ends = (number for number in self.end_ids if tokenizer.id_to_token(number) is not None)
@@ -86,13 +89,6 @@ class SpecialTokens:
         well_known_ids = _ids(tokenizer, chain(*_WELL_KNOWN.values()))
         role_ids = (self.eos_id, self.bos_id, self.mask_id, self.pad_id, self.unk_id, self.cls_id, self.sep_id)
         self.all_ids = frozenset(number for number in (*added, *well_known_ids, *role_ids) if number is not None)
-
-    @property
-    def pair_ids(self) -> tuple[int, int, int] | None:
-        """The tokens that begin, separate and pad two sentences; None if the tokenizer is not made for them."""
-        if self.cls_id is None or self.sep_id is None:
-            return None
-        return self.cls_id, self.sep_id, self.cls_id if self.pad_id is None else self.pad_id
 
     def _id(self, role: str) -> int | None:
         if role in self._names:

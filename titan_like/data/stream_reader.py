@@ -52,10 +52,8 @@ class Documents:
         self._counts = Counter[str]()  # records that this process has read, and bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Each document from ``place`` on, int64 [tokens].
-
-        Raises a `ConfigError` if a shard is damaged, or a record or the whole split has no text, and a `RunError` if a
-        shard could not be read, several times in a row.
+        """Each document from ``place`` on, int64 [tokens]. Raises a `ConfigError` if a shard is damaged, or a record or
+        the whole split has no text, and a `RunError` if a shard could not be read, several times in a row.
         """
         num_empty = 0  # epochs in a row; after one for each reader, this one has seen all records of the split
         is_train = self._source.request.split == "train"

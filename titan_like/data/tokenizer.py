@@ -215,10 +215,7 @@ def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str
 
 
 def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a run, as [data] sets it.
-
-    Raises a `ConfigError` where `build_tokenizer` does, or if a model of ``vocab_size`` lacks one of its tokens.
-    """
+    """The tokenizer of a run, as [data] sets it; a `ConfigError` if a model of ``vocab_size`` lacks a token of it."""
     tokenizer = build_tokenizer(section.tokenizer, options=section.token_options)
     if vocab_size is not None:
         problem = f"it has {tokenizer.vocab_size} tokens"
@@ -227,14 +224,10 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
 
 
 def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
-    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding.
-
-    Also None if `model.from` fixes the shape, if another tokenizer may have made the run's data, or if the tokenizer's
-    files are not on this machine.
-    """
+    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding."""
     section, spec = config.data, config.data.tokenizer
     is_tokenized_here = section.dataset in DATASETS and section.dataset != "indexed"
-    is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))
+    is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))  # another may have made the data
     if is_unknown or config.model.from_ is not None or any(map(file_problem, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
@@ -247,9 +240,7 @@ def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_
     """Build the tokenizer that ``spec``, a value of `data.tokenizer`, names. ``key`` is the setting that errors blame.
 
     A process keeps the last one, unless its files change: a large one takes half a second to read, and every source of
-    a blend needs it.
-
-    Raises a `ConfigError` if a file is missing or is not a tokenizer, or it lacks a token that is needed.
+    a blend needs it. A `ConfigError` if a file is missing or is not a tokenizer, or it lacks a token that is needed.
     """
     files = tuple(tokenizer_files(spec, key))
     watched = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
@@ -327,9 +318,8 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
 def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, problem: str, cure: str) -> Path:
     """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
 
-    If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used.
-
-    Raises a `ConfigError` with ``problem``, for setting ``key``, if the hub does not have it, or cannot be reached.
+    If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used; a
+    `ConfigError` with ``problem``, for setting ``key``, if there are none.
     """
     from huggingface_hub import HfApi, snapshot_download  # installed with the package tokenizers
 
