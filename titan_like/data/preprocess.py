@@ -75,9 +75,8 @@ class Job:
         if self.template is not None:
             ends = sorted(tokenizer.stop_ids)  # which are learned where they follow an answer
             parts += [self.template, self.template_kwargs, self.num_sequences, CHAT_FORMAT, ends]
-        for path in self.files:
-            stat = path.stat()
-            parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
+        stats = ((path.resolve(), path.stat()) for path in self.files)
+        parts += [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats]
         return hashlib.sha256(os.fsencode("\n".join(map(str, parts)))).hexdigest()[:16]
 
 

@@ -158,9 +158,8 @@ class StreamSource(Source):
 
 
 class BlendedStream(BlendedSource):
-    """A blend of one split of several streams. Sample i comes from reader i mod R of a source (see `Blend`).
-
-    So a process still needs only some readers, and takes their samples in order.
+    """A blend of one split of several streams. Sample i comes from reader i mod R of a source, so that a process needs
+    only some readers, and takes their samples in order (see `Blend`).
     """
 
     is_in_order = True
