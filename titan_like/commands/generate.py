@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
 _EXAMPLE = "190475083621"  # an answer that no conversation has
-_OF_TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # where generation_config.json samples but says none
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
     from titan_like.data.tokenizer import ByteTokenizer, decode_after, tokenizer_of
     from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
-    from titan_like.evaluate.sampling import generation_fields, stop_ids
+    from titan_like.evaluate.sampling import SAMPLING, generation_fields, stop_ids
     from titan_like.models.registry import model_config
 
     config = config or config_of_checkpoint(options.checkpoint, settings)
@@ -72,11 +71,10 @@ def main(argv: list[str]) -> int:
     path = find_checkpoint(config)
     tokenizer = tokenizer_of(config.data)
     ends, fields = stop_ids(tokenizer, path), generation_fields(path) if options.chat else {}
-    for name, default in (_OF_TRANSFORMERS if fields.get("do_sample") else _SAMPLING).items():
+    defaults = SAMPLING | fields if fields.get("do_sample") else _SAMPLING
+    for name in _SAMPLING:
         if getattr(options, name) is None:
-            setattr(
-                options, name, fields[name] if fields.get("do_sample") and fields.get(name) is not None else default
-            )
+            setattr(options, name, defaults[name])
     require(options.chat or options.system is None, "--system", options.system, "is for --chat; add that")
     if options.chat:
         require(model.is_causal, "--chat", True, "is for models that continue a text; leave it out")
@@ -187,7 +185,7 @@ def chat(
     with opened(config, path, sys.maxsize) as continue_prompt:
         if is_first:
             print(f"[{path}]", file=sys.stderr)
-        while (message := read_message() if options.prompt is None else options.prompt) is not None:
+        for message in iter(read_message, None) if options.prompt is None else [options.prompt]:
             messages.append({"role": "user", "content": message})
             try:
                 text = write(messages, add_generation_prompt=True)
@@ -204,8 +202,6 @@ def chat(
             if begins and tokenizer.special_ids.intersection(opening):
                 tokens = tokens[begins[-1] + len(opening) :]
             messages.append({"role": "assistant", "content": tokenizer.decode(tokens)})
-            if options.prompt is not None:
-                break
     return messages
 
 

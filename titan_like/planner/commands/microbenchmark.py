@@ -69,8 +69,7 @@ _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    text = "where to write the profile"
-    parser.add_argument("--out", type=toml_option, required=True, metavar="FILE.toml", help=text)
+    parser.add_path("--out", "where to write the profile", "FILE.toml", type=toml_option, required=True)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:

@@ -50,10 +50,9 @@ class Progress:
 
 def add_profile(parser: OptionParser) -> None:
     """Add the option for the stack profile."""
-    text = "stack profile: a shipped one or a TOML file (default: the GPU's)"
-    parser.add_argument("--profile", type=path_option, help=text)
+    parser.add_path("--profile", "stack profile: a shipped one or a TOML file (default: the GPU's)", "PROFILE")
     links = "what scripts/bench_comm.py --json has measured, in the place of the profile's links"
-    parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
+    parser.add_path("--links", links, "FILE.json")
 
 
 def add_price(parser: OptionParser) -> None:

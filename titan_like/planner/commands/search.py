@@ -45,8 +45,7 @@ def add_options(parser: OptionParser) -> None:
     text = "GPUs of the job (default: the run's cluster)"
     parser.add_number("--gpus", int, least=1, most=1_000_000, help=text)
     parser.add_number("--top", int, least=1, default=10, help="combinations of tensor and pipeline degree to show")
-    text = "where to write the run in its best layout, to train from"
-    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help=text)
+    parser.add_path("--out", "where to write the run in its best layout, to train from", "FILE.toml", type=toml_option)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:

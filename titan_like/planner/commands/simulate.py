@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from titan_like.config import ConfigError
-from titan_like.config.options import OptionParser, path_option
+from titan_like.config.options import OptionParser
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
@@ -35,18 +35,9 @@ def add_options(parser: OptionParser) -> None:
     parser.add_number("--width", int, least=10, most=10000, default=100, help=text)
     text = "draw every microbatch (default: of many, the first and the last round)"
     parser.add_argument("--whole", action="store_true", help=text)
-    parser.add_argument(
-        "--picture", type=path_option, metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib"
-    )
-    parser.add_argument(
-        "--out",
-        type=path_option,
-        metavar="FILE.json",
-        help="write it in the format of the trainer's measured timelines",
-    )
-    parser.add_argument(
-        "--measured", type=path_option, metavar="FILE.json", help="compare it with this timeline from the trainer"
-    )
+    parser.add_path("--picture", "also draw it into this .png or .svg file; needs matplotlib")
+    parser.add_path("--out", "write it in the format of the trainer's measured timelines", "FILE.json")
+    parser.add_path("--measured", "compare it with this timeline from the trainer", "FILE.json")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
