@@ -109,16 +109,11 @@ url_option = partial(_option, partial(expanded, takes_urls=True))  # a path or a
 
 
 def check_output_file(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done.
-
-    Raises:
-        ConfigError: the path is a folder, or in a folder that does not exist or is not writable; or the file is there
-            and is no JSON.
-    """
+    """Before any work is done, refuse a file that cannot be written, and for --json an earlier one that is no JSON."""
     if path is None:
         return
     parent = Path(path).parent
-    is_writable = not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
+    is_writable = path != "-" and not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
     require(is_writable, option, path, "not a file in a folder that you may write to; name one")
     may_replace = option != "--json" or path.endswith(".json") or not os.path.isfile(path)
     require(may_replace, option, path, "is there already and is no result; name another file")
