@@ -154,9 +154,6 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
     stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. What stdout's encoding
     lacks becomes question marks.
-
-    Raises:
-        SystemExit: always, with the exit code.
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # Python found the descriptor closed
     if isinstance(sys.stdout, TextIOWrapper):

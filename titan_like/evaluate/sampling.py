@@ -52,20 +52,12 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float =
 
 
 def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, and any that the files in the checkpoint's folder ``path`` name.
-
-    Raises:
-        ConfigError: such a file is invalid.
-    """
+    """The tokens that end a text: the tokenizer's, and any that the files in the checkpoint's folder ``path`` name."""
     return tokenizer.stop_ids | frozenset(_of_folder(path, end_ids))
 
 
 def generation_fields(path: Path) -> dict[str, Any]:
-    """What generation_config.json in the checkpoint's folder ``path`` says, without null; empty without the file.
-
-    Raises:
-        ConfigError: the file is invalid.
-    """
+    """What generation_config.json in the checkpoint's folder ``path`` says, without null; empty without the file."""
     file = path / GENERATION_FILE
     fields = {name: value for name, value in _of_folder(file, read_json).items() if value is not None}
     for name, default in SAMPLING.items():

@@ -301,11 +301,7 @@ def open_tasks(named: Sequence[NamedTask], tokenizer: Tokenizer, settings: TextS
 
 
 def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
-    """The tasks of `evaluation.datasets`, which a run scores at each validation, read and tokenized.
-
-    Raises:
-        ConfigError: a task or file cannot be used.
-    """
+    """The tasks of `evaluation.datasets`, which a run scores at each validation, read and tokenized."""
     named = named_tasks("evaluation.datasets", config.evaluation.datasets, model)
     if not named:
         return []

@@ -42,11 +42,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Fit a profile and describe it.
-
-    Raises:
-        ConfigError: there are no rows to fit to.
-    """
+    """Fit a profile and describe it."""
     require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
     check_scipy()
     start = load_profile(options.profile)
@@ -73,11 +69,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 
 def check_scipy() -> None:
-    """Refuse to fit without scipy.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Refuse to fit without scipy."""
     cure = 'needs scipy; pip install "titan_like[calibrate]"'
     require(find_spec("scipy") is not None, "command line", "calibrate", cure)
 

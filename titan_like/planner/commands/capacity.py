@@ -78,11 +78,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Find the largest models and the fewest nodes. The exit status is 1 if the run's model fits on no number of nodes.
-
-    Raises:
-        ConfigError: the run does not say which GPUs its nodes have, or no layout is valid.
-    """
+    """Find the largest models and the fewest nodes. The exit status is 1 if the run's model fits on none."""
     config, profile, tokens = read_run(options, settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     show, per_node = Progress(), config.cluster.gpus_per_node
@@ -167,11 +163,7 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
 
 
 def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset[str]) -> bool:
-    """Whether there is a layout with enough memory.
-
-    Raises:
-        ConfigError: no layout is valid.
-    """
+    """Whether there is a layout with enough memory; a `ConfigError` if no layout is valid."""
     stack = checked_profile(config, gpus, profile)
     overrides = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
     usable = usable_bytes(stack.device)

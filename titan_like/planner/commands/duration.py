@@ -33,11 +33,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Compute the days by the exact count and by the paper's formula.
-
-    Raises:
-        ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
-    """
+    """Compute the days by the exact count and by the paper's formula."""
     config, profile, tokens = read_run(options, settings)
     require(tokens, "--tokens", None, "say how many tokens to train on")
     assert tokens is not None

@@ -49,11 +49,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Search and describe the best layouts.
-
-    Raises:
-        ConfigError: no layout is valid, or none fits.
-    """
+    """Search and describe the best layouts."""
     config, profile, tokens = read_run(options, settings)
     given = frozenset(parse_overrides(settings))
     fixed = given & {*SEARCHED, STAGE_SIZES}
@@ -180,16 +176,9 @@ def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     tree.setdefault("job", {}).pop("config_file", None)
     tree["parallelism"].pop("auto", None)
-    tree["cluster"] = _cluster(config, num_gpus)
-    schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
-    return schema + to_toml(tree, [*map(as_installed, head)])
-
-
-def _cluster(config: JobConfig, num_gpus: int) -> dict[str, Any]:
-    """The cluster's settings, with as many nodes as the GPUs fill."""
-    cluster = config.cluster.model_dump(exclude_unset=True, exclude_none=True)
-    per_node = config.cluster.gpus_per_node
+    cluster, per_node = tree.setdefault("cluster", {}), config.cluster.gpus_per_node
     cluster.pop("nodes", None)
     if per_node is not None and num_gpus % per_node == 0:
         cluster["nodes"] = num_gpus // per_node
-    return cluster
+    schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
+    return schema + to_toml(tree, [*map(as_installed, head)])

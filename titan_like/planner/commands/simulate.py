@@ -41,11 +41,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Simulate a step, and compare and draw it if asked to.
-
-    Raises:
-        ConfigError: the measured timeline cannot be read or has another pipeline, or the picture cannot be drawn.
-    """
+    """Simulate a step, and compare and draw it if asked to."""
     check_picture("--picture", options.picture)
     forecast = predict(*read_run(options, settings)[:2])
     predicted = timeline(forecast.work, forecast.profile)
@@ -104,11 +100,7 @@ def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[Step
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
-    """Read a timeline of the same pipeline.
-
-    Raises:
-        ConfigError: the file has none, or it has another pipeline.
-    """
+    """Read a timeline; a `ConfigError` if it is none of the same pipeline."""
     try:
         step = read_trace(Path(path))
     except ValueError as error:
