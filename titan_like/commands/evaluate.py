@@ -46,18 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__, takes_settings=True)
     meaning = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
     parser.add_path("--checkpoint", meaning, "FOLDER", type=url_option)
-    parser.add_argument(
-        "--task",
-        metavar="NAME=PATH",
-        action="append",
-        help="a task and its file, or validation; may be repeated (default: what the run scores as it trains)",
-    )
-    parser.add_number(
-        "--stride",
-        int,
-        least=1,
-        help="tokens from one window of a text to the next (default: half of training.seq_len; all of it: disjoint)",
-    )
+    meaning = "a task and its file, or validation; may be repeated (default: what the run scores as it trains)"
+    parser.add_argument("--task", metavar="NAME=PATH", action="append", default=[], help=meaning)
+    meaning = "tokens from one window of a text to the next (default: half of training.seq_len; all of it: disjoint)"
+    parser.add_number("--stride", int, least=1, help=meaning)
     parser.add_argument("--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, with commas between them")
     parser.add_path("--lm_eval_folder", "folder with YAML files of tasks", "FOLDER")
     parser.add_number("--num_fewshot", int, least=0, help="examples before each question of --lm_eval")
@@ -85,11 +77,10 @@ def check_options(options: argparse.Namespace) -> None:
         problem = "turns are for --apply_chat_template; add that, or leave it out"
         require(turns == "false" or options.apply_chat_template, "--fewshot_as_multiturn", turns, problem)
         options.fewshot_as_multiturn = turns == "true"
-    folder = options.lm_eval_folder
-    require(
-        not folder or os.path.isdir(folder), "--lm_eval_folder", folder, "is not a folder; name one with YAML files"
-    )
-    check_folder("--lm_eval_folder", Path(folder).rglob("*") if folder else ())
+    if folder := options.lm_eval_folder:
+        problem = "is not a folder; name one with YAML files"
+        require(os.path.isdir(folder), "--lm_eval_folder", folder, problem)
+        check_folder("--lm_eval_folder", Path(folder).rglob("*"))
 
 
 def main(argv: list[str]) -> int:
@@ -107,7 +98,7 @@ def main(argv: list[str]) -> int:
     config = config or config_of_checkpoint(options.checkpoint, settings)
     # Refuse what cannot be scored before weights are looked for.
     shape = model_config(config.model)
-    key, specs = "--task", options.task or []
+    key, specs = "--task", options.task
     if not specs and not options.lm_eval:
         key, specs = "evaluation.datasets", [*config.evaluation.datasets]
         specs += [_VALIDATION] if config.evaluation.interval else []

@@ -115,15 +115,12 @@ def sample(
     encoder_tokens: list[int] | None = None,
 ) -> list[int]:
     """Tokens after the prompt, until one of ``ends``; in one process or, under torchrun, in the run's layout."""
-    encoder_len = None if encoder_tokens is None else len(encoder_tokens)
-    with opened(config, path, len(prompt) + options.max_new_tokens, encoder_len) as continue_prompt:
+    with opened(config, path, len(prompt) + options.max_new_tokens, len(encoder_tokens or [])) as continue_prompt:
         return continue_prompt(prompt, ends, options, encoder_tokens=encoder_tokens)
 
 
 @contextmanager
-def opened(
-    config: JobConfig, path: Path, max_tokens: int, encoder_len: int | None = None
-) -> Iterator[Callable[..., list[int]]]:
+def opened(config: JobConfig, path: Path, max_tokens: int, encoder_len: int = 0) -> Iterator[Callable[..., list[int]]]:
     """What continues prompts by the model of a checkpoint, to at most ``max_tokens``."""
     import torch
 
@@ -150,13 +147,12 @@ def opened(
         return
     config, shape, layout = resolve_for_inference(config, world_size)
     device = select_device(config.training.dtype)
-    if encoder_len is not None:  # the prompt's length need not divide evenly, and weights are split the same way
+    if encoder_len:  # the prompt's length need not divide evenly, and weights are split the same way
         config = edit(config, {"parallelism.sequence_parallel": False})
     with process_group(device):
         mesh = build_mesh(layout, device.type)
         parts = load_parallel_model(config, path, mesh, device)
-        most = min(shape.max_seq_len, max_tokens)
-        model = ParallelInference(config, parts, mesh, device, most, encoder_len or 0)
+        model = ParallelInference(config, parts, mesh, device, min(shape.max_seq_len, max_tokens), encoder_len)
         yield continue_prompt
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from titan_like.config.synonyms import key_of
 
 _MOST_SHOWN = 200  # characters of a value
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk without room
 NEXT_LINE = "\n       "  # aligned with what follows "error: "
 
 
@@ -78,8 +79,7 @@ def _with_message(key: str, message: str) -> ConfigError:
 
 def cure_of_writing(error: OSError, then: str = "or name another folder") -> str:
     """What to do about a file that could not be written; ``then`` follows the advice to make room."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return f"make room, {then}" if is_full else "name a place that you may write to"
+    return f"make room, {then}" if error.errno in FULL else "name a place that you may write to"
 
 
 def first_line(error: BaseException) -> str:

@@ -82,9 +82,8 @@ class OptionParser(argparse.ArgumentParser):
         option, colon, problem = message.removeprefix("argument ").partition(": ")
         if not colon:  # about no option in particular
             option, problem = "", message
-        raise ConfigError(
-            "command line", option or None, f"{shortened(printable(problem))}; {self.prog} --help says more"
-        )
+        problem = f"{shortened(printable(problem))}; {self.prog} --help says more"
+        raise ConfigError("command line", option or None, problem)
 
 
 def _option(expand: Callable[[str], str], text: str) -> str:

@@ -262,11 +262,7 @@ class CheckpointLM(TemplateLM):
         return tokenizer
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation by the tokenizer's template; without system messages if it refuses them.
-
-        Raises:
-            ConfigError: there is no such template.
-        """
+        """The text of a conversation by the tokenizer's template; without system messages if it refuses them."""
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         options |= {"continue_final_message": not add_generation_prompt, "chat_template": self._template_name}
         try:

@@ -112,11 +112,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 def largest_model(
     config: JobConfig, profile: Profile | None, nodes: int, fixed: frozenset[str], show: Show
 ) -> Capacity | None:
-    """The largest scaled model that fits on the nodes, to within 3 %; None if not even 100 million parameters do.
-
-    Raises:
-        ConfigError: no layout is valid for the run, whatever the memory.
-    """
+    """The largest scaled model that fits on the nodes, to within 3 %; None if not even 100 million parameters do."""
     gpus = nodes * (config.cluster.gpus_per_node or 1)
 
     def of_size(parameters: float) -> JobConfig:
@@ -139,11 +135,7 @@ def largest_model(
 
 
 def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[str], show: Show) -> Capacity | None:
-    """The fewest nodes on which the run's model fits; None if it needs more than 4,096.
-
-    Raises:
-        ConfigError: no layout on any number of nodes is valid for the run.
-    """
+    """The fewest nodes on which the run's model fits; None if it needs more than 4,096."""
     model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
     stack = profile_of(config, profile)
     room = usable_bytes(stack.device) - stack.overhead_bytes

@@ -92,19 +92,16 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 def summary(result: SearchResult, prediction: Forecast) -> list[str]:
     """The best layout, the forecast for it, and how many layouts it is the best of."""
     counts, is_fastest = result.counts, result.best is result.fastest
+    sliced = "parallelism.context_parallel_degree" not in result.space.fixed and result.best.work.context > 1
+    slices = f"; a file that names no context degree gets slices of at least {SLICE:,} tokens" if sliced else ""
     which = "fastest" if is_fastest else "the simplest that predictions cannot tell from the fastest"
     return [
         described(prediction.work),
         f"predicted: {prediction}",
         f"{which} of {counts.valid:,} valid layouts on {gpus(result.space.num_gpus)}; {counts.too_large:,} of them are "
         f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
-        f"are slower{_of_slices(result)}",
+        f"are slower{slices}",
     ]
-
-
-def _of_slices(result: SearchResult) -> str:
-    is_chosen = "parallelism.context_parallel_degree" not in result.space.fixed and result.best.work.context > 1
-    return f"; a file that names no context degree gets slices of at least {SLICE:,} tokens" if is_chosen else ""
 
 
 Reasoned = list[tuple[Candidate, str]]  # with why each is not the best

@@ -59,15 +59,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         draw([(f"{name}: {titles[name]}", step) for name, step in steps], Path(options.picture))
     origin = f"{headline(predicted)}; profile {forecast.profile.name} on {forecast.profile.device.name}"
     summary, parts = figures(predicted), parts_of(predicted)
-    lines = [
-        origin,
-        *drawn(steps, options.width),
-        LEGEND,
-        *([note.removeprefix("; ")] if note else []),
-        *sentences(summary, parts),
-    ]
-    if compared:
-        lines += table(compared)
+    lines = [origin, *drawn(steps, options.width), LEGEND]
+    lines += [note.removeprefix("; ")] if note else []
+    lines += sentences(summary, parts)
+    lines += table(compared) if compared else []
     lines += does_not_fit(forecast)
     result = {
         "seconds": predicted.seconds,
