@@ -37,10 +37,7 @@ class ConfigError(ValueError):
 
 
 def require(condition: object, key: str, value: object, cure: str) -> None:
-    """Refuse the setting ``key``, which is to raise a `ConfigError`, unless a rule of the configuration holds.
-
-    ``cure`` says what is wrong and what to change.
-    """
+    """Raise a `ConfigError` about setting ``key`` unless a rule holds. ``cure``: what is wrong and what to change."""
     if not condition:
         raise ConfigError(key, value, cure)
 

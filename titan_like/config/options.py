@@ -35,9 +35,7 @@ def as_installed(text: str) -> str:
 class OptionParser(argparse.ArgumentParser):
     """Reports a wrong option as a ConfigError, in one sentence like every other error. Options are not abbreviated.
 
-    Args:
-        takes_settings: whether settings of the run may stand among the options. Such a command also has --json.
-        parts: as for `argparse.ArgumentParser`.
+    With ``takes_settings``, settings of the run may stand among the options, and there is --json.
     """
 
     def __init__(self, *, takes_settings: bool = False, **parts: Any) -> None:

@@ -42,12 +42,7 @@ class HarnessTasks(TaskManager):
     runs_code = False  # whether tasks may run what the model writes
 
     def load(self, task_list: Any) -> Any:
-        """Build tasks.
-
-        Raises:
-            ConfigError: a YAML file does not describe a task, or one that may not run or has too few examples.
-            OSError: data cannot be loaded; the network's errors among them.
-        """
+        """Build tasks. Only an `OSError` is left as it is, such as the network's if data cannot be loaded."""
         try:
             loaded = super().load(task_list)
         except OSError:

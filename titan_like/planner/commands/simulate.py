@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from titan_like.config import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.options import OptionParser
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
@@ -100,9 +100,8 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
         step = read_trace(Path(path))
     except ValueError as error:
         raise ConfigError("--measured", path, f"{error}; give a step-N.json that the trainer wrote") from None
-    if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
-        given, expected = (headline(candidate).split(";")[0] for candidate in (step, predicted))
-        raise ConfigError("--measured", path, f"has {given}; the run has {expected}")
+    given, expected = (headline(candidate).split(";")[0] for candidate in (step, predicted))
+    require(given == expected, "--measured", path, f"has {given}; the run has {expected}")
     return step
 
 
