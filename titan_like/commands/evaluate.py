@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _VALIDATION = "validation"  # as a task: the run's validation split and evaluation.sets
 _SECONDS_BETWEEN_LINES = 10
+_BOOL = ("true", "false")
 _SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 _OF_HARNESS = (  # as the harness's function calls them
     *("num_fewshot", "limit", "apply_chat_template", "system_instruction", "fewshot_as_multiturn"),
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--apply_chat_template", nargs="?", const=True, metavar="NAME", help=meaning)
     parser.add_argument("--system_instruction", metavar="TEXT", help="begins every prompt of --lm_eval")
     meaning = "examples are earlier turns of the conversation (default: true with --apply_chat_template)"
-    parser.add_argument("--fewshot_as_multiturn", nargs="?", const="true", choices=("true", "false"), help=meaning)
+    parser.add_argument("--fewshot_as_multiturn", type=str.lower, nargs="?", choices=_BOOL, const="true", help=meaning)
     meaning = "let tasks of --lm_eval run what the model writes, on this machine"
     parser.add_argument("--confirm_run_unsafe_code", action="store_true", default=None, help=meaning)
     parser.add_number("--seed", int, least=0, help="seed of all that --lm_eval draws, as of lm-eval (default: its own)")
@@ -189,8 +190,8 @@ def score(
         arguments = dict.fromkeys(_SEEDS, options.seed) | {name: getattr(options, name) for name in _OF_HARNESS}
         given = {name: value for name, value in arguments.items() if value is not None}
         template, seed = options.apply_chat_template, options.seed
-        about = stop_ids(tokenizer, path), generation_fields(path)
-        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, *about, template, seed)
+        ends, generation = stop_ids(tokenizer, path), generation_fields(path)
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, ends, generation, template, seed)
         return results, run_harness(harness_model, names, manager, **given)
 
 

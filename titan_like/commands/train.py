@@ -15,7 +15,7 @@ from titan_like.train.signals import StopSignals
 
 
 def main(argv: list[str], signals: StopSignals | None = None) -> int:
-    """Load and check the configuration, then train. None installs ``signals`` once the process group exists."""
+    """Load and check the configuration, then train. ``signals`` are the handlers if they are installed already."""
     from titan_like.config import ConfigError, load_config
     from titan_like.config.options import OptionParser
 

@@ -212,9 +212,8 @@ class CheckpointLM(TemplateLM):
         limit, draws = settings.pop("max_gen_toks"), settings.pop("do_sample")
         if limit >= self._seq_len:
             raise RunError(f"a task generates {limit} tokens, which leaves no context in training.seq_len; raise that")
-        fields = {
-            name: self._generation[name] for name in (*SAMPLING, *_REFUSED) if name in self._generation
-        } | settings
+        known = {name: value for name, value in self._generation.items() if name in (*SAMPLING, *_REFUSED)}
+        fields = known | settings
         for name, value in fields.items():
             if name not in SAMPLING and value and value != 1:  # such as num_beams = 1
                 by = f"a task sets {name} = {value} in generation_kwargs"

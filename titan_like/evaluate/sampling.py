@@ -18,13 +18,8 @@ from titan_like.models.transformer import Transformer
 
 # How transformers' generate() draws unless a task or generation_config.json says otherwise, and the limits of each.
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-_LIMITS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 1e4),
-    "top_k": (0, 2**63 - 1),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-}
-_LIMITS["repetition_penalty"] = (1e-6, 1e6)
+_LIMITS = dict.fromkeys(SAMPLING, (0.0, 1.0)) | {"temperature": (0.0, 1e4), "repetition_penalty": (1e-6, 1e6)}
+_LIMITS["top_k"] = (0, 2**63 - 1)
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
