@@ -57,8 +57,9 @@ def generation_fields(path: Path) -> dict[str, Any]:
     fields = {name: value for name, value in _of_folder(file, read_json).items() if value is not None}
     for name, default in SAMPLING.items():
         (least, most), value, kind = _LIMITS[name], fields.get(name, default), type(default)
-        problem = f"its {name} is no {'whole ' * (kind is int)}number from {least:g} to {most:g}; correct it"
-        require(type(value) in (int, kind) and least <= value <= most, "checkpoint.folder", str(file), problem)
+        what = f"{'whole ' * (kind is int)}number from {least:g} to {most:g}"
+        problem = f"has a {file.name} whose {name} is no {what}; correct it"
+        require(type(value) in (int, kind) and least <= value <= most, "checkpoint.folder", str(path), problem)
     return fields
 
 
