@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit.hugging_face_cases import gpt_config, random_model, save_checkpoint
 from tests.unit.plain_loop import logged, prepared, run_settings
+from titan_like.commands import evaluate
 from titan_like.config.errors import RunError
 from titan_like.config.monitoring import Health
 from titan_like.data.batch import Batch, without_labels
@@ -183,6 +185,28 @@ def short_run(folder: Path, **changes: object) -> dict[str, object]:
     return run_settings(folder) | {"training.steps": 3} | named
 
 
+def ends(folder: Path) -> str:
+    """Data without anything but ends of documents, as a setting."""
+    with IndexedWriter(folder / "ends", DTYPES[8]) as writer:
+        for _ in range(2000):
+            writer.add(np.array([256] * 9))
+            writer.end_document()
+    return f'["{folder}/ends"]'
+
+
+def test_held_out_text_without_labels_is_one_sentence(tmp_path: Path) -> None:
+    shape = gpt_config(num_layers=1, vocab_size=257, max_seq_len=32)
+    section = {"family": "gpt", "flavor": "own", "flavors": {"own": shape.model_dump(exclude_none=True)}}
+    path = save_checkpoint(tmp_path / "run", random_model(shape), model=section)
+    data = ["--data.dataset=indexed", f"--data.paths={ends(tmp_path)}", "--data.eod_mask_loss=true"]
+    data += ["--data.split=0,1,0", "--training.seq_len=32", "--training.steps=1", f"--job.dump_folder={tmp_path}"]
+    try:
+        with pytest.raises(RunError, match=r"^the samples of validation have no labels: .*; look at the data$"):
+            evaluate.main([f"--checkpoint={path}", "--task=validation", *data])
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -193,11 +217,7 @@ def short_run(folder: Path, **changes: object) -> dict[str, object]:
     ids=["gpt", "bert", "pairs"],
 )
 def test_a_batch_of_special_tokens_alone_says_so(tmp_path: Path, changes: dict[str, object]) -> None:
-    with IndexedWriter(tmp_path / "ends", DTYPES[8]) as writer:
-        for _ in range(2000):
-            writer.add(np.array([256] * 9))
-            writer.end_document()
-    data = {"data.dataset": "indexed", "data.paths": f'["{tmp_path}/ends"]', "health.skip_nonfinite": "false"}
+    data = {"data.dataset": "indexed", "data.paths": ends(tmp_path), "health.skip_nonfinite": "false"}
     run = prepared(short_run(tmp_path) | data | changes)
     try:
         with pytest.raises(RunError) as error:

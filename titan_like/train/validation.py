@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.lengths import sample_length
@@ -109,6 +109,8 @@ def score_held_out(
             total = _summed_losses(pipeline, shape.predictions, batches, device, dtype)
         for group in (one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group(), mesh.get_group("pp")):
             dist.all_reduce(total, group=group)
+        if 0 in total[1].tolist():
+            raise RunError(f"the samples of {split} {NO_LABELS}; look at the data")
         losses = (total[0] / total[1]).tolist()
         results[split] = {"loss": _loss(shape.predictions, losses), **named_losses(shape.predictions, losses)}
     problem = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
