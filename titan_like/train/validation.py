@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
@@ -43,23 +43,21 @@ class Stopped(Exception):  # noqa: N818  # it is no error
     """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
 
 
-def _sampler(config: JobConfig, dataset: Source, dp_rank: int, dp_size: int) -> GlobalSampler:
-    """This rank's samples of the first `evaluation.steps` global batches."""
+def _load(
+    config: JobConfig, dataset: Source, masks: Masks, ranks: tuple[int, int], device: torch.device, repeats: bool
+) -> BackgroundLoader:
+    """A rank's part of the first `evaluation.steps` global batches; ``ranks``: its own and all data-parallel ones."""
     rows, wanted = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
-    last_sample = -(-min(len(dataset), wanted) // (rows * dp_size)) * rows * dp_size
-    return GlobalSampler(0, rows, dp_rank, dp_size, last_sample=last_sample)
+    unit = rows * ranks[1]
+    sampler = GlobalSampler(0, rows, *ranks, last_sample=-(-min(len(dataset), wanted) // unit) * unit)
+    return BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, device, repeats=repeats)
 
 
 @torch.no_grad()
-def _summed_losses(
-    pipeline: Pipeline | WholeModel,
-    predictions: Sequence[str],
-    batches: Iterator[list[Batch]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """For each prediction this process's summed loss and its number of labels, with dropout off: [2, predictions]."""
-    total = torch.zeros(2, len(predictions), device=device, dtype=dtype)
+def _add_losses(
+    pipeline: Pipeline | WholeModel, predictions: Sequence[str], batches: Iterable[list[Batch]], total: torch.Tensor
+) -> None:
+    """Add this process's summed losses, with dropout off, and its numbers of labels to ``total``, [2, predictions]."""
     ones = torch.ones_like(total[0])
     pipeline.model.train(False)
     for microbatches in batches:
@@ -73,17 +71,13 @@ def _summed_losses(
         pipeline.forward([batch._replace(loss_factors=ones) for batch in microbatches], add_loss)
     pipeline.model.train()
     pipeline.model.free_gathered_parameters()
-    return total
 
 
-def _in_lists(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    while taken := list(islice(batches, size)):
-        yield taken
-
-
-def _loss(predictions: Sequence[str], losses: Sequence[float]) -> float:
-    """The sum over predictions, without the loss of multi-token prediction, which is a loss of training."""
-    return sum(loss for prediction, loss in zip(predictions, losses, strict=True) if prediction != "mtp")
+def _means(predictions: Sequence[str], total: torch.Tensor) -> dict[str, float]:
+    """The loss, without that of multi-token prediction, which is a loss of training, and its terms by name."""
+    losses = (total[0] / total[1]).tolist()
+    loss = sum(loss for prediction, loss in zip(predictions, losses, strict=True) if prediction != "mtp")
+    return {"loss": loss, **named_losses(predictions, losses)}
 
 
 def score_held_out(
@@ -97,20 +91,19 @@ def score_held_out(
     device, training, results = next(model.parameters()).device, config.training, dict[str, dict[str, float]]()
     positions = sample_length(config, shape).positions
     pipeline = run_batches(config, model, mesh, device, training.micro_batch_size, positions)
+    ranks = layout.data_rank(mesh.get_rank()), layout.data_parallel
+    microbatches = max(1, training.global_batch_size // (training.micro_batch_size * layout.data_parallel))
+    groups = one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group(), mesh.get_group("pp")
     dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
-    rank, size = layout.data_rank(mesh.get_rank()), layout.data_parallel
-    microbatches = max(1, training.global_batch_size // (training.micro_batch_size * size))
     for split, dataset in datasets.items():
-        if len(dataset) == 0:
-            continue
-        sampler = _sampler(config, dataset, rank, size)
-        with closing(BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, device)) as data:
-            batches = _in_lists((to_device(batch, device) for batch in data), microbatches)
-            total = _summed_losses(pipeline, shape.predictions, batches, device, dtype)
-        for group in (one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group(), mesh.get_group("pp")):
-            dist.all_reduce(total, group=group)
-        losses = (total[0] / total[1]).tolist()
-        results[split] = {"loss": _loss(shape.predictions, losses), **named_losses(shape.predictions, losses)}
+        if len(dataset) > 0:
+            total = torch.zeros(2, len(shape.predictions), device=device, dtype=dtype)
+            with closing(_load(config, dataset, masks, ranks, device, repeats=False)) as data:
+                taken = iter(lambda: [to_device(batch, device) for batch in islice(data, microbatches)], [])
+                _add_losses(pipeline, shape.predictions, taken, total)
+            for group in groups:
+                dist.all_reduce(total, group=group)
+            results[split] = _means(shape.predictions, total)
     problem = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
     require(results, "data.split", config.data.split, problem)
     return results
@@ -124,8 +117,7 @@ class ValidatedState(TrainingState):
         self.observer = observer
         self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
         self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
-        self.validation_losses: list[float] = []  # of the last validation, by prediction
-        self.validation_is_finite = True  # the last one's losses that have labels
+        self.validation_is_finite = True  # the summed losses of the last one
         self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
         self.writers: list[Writer] = []
@@ -133,8 +125,8 @@ class ValidatedState(TrainingState):
     def _close_writers(self, error: BaseException | None) -> RunEnd:
         """Close the writers of a run that ends, because of the ``error`` if there is one, and return how it ends."""
         validation = None if self.validation_is_finite else "the loss of the last validation is not finite"
-        reason = "; ".join(filter(None, (self.losses.described(), validation)))
-        end = RunEnd(0, self.stop_signal if self.step < self.total_steps else 0, reason)
+        reasons = filter(None, (self.losses.described(), validation))
+        end = RunEnd(0, self.stop_signal if self.step < self.total_steps else 0, "; ".join(reasons))
         if error is not None:
             end = RunEnd(2 if isinstance(error, ConfigError) else 1, 0, f"{type(error).__name__}: {first_line(error)}")
         for writer in self.writers:
@@ -156,7 +148,7 @@ class ValidatedState(TrainingState):
             self._leave_if_stopped()
             splits = [name for name, source in self.run.datasets.items() if name != "train" and len(source) > 0]
             self.validation_is_finite = True
-            losses = {split: (self.validate(split), self.validation_losses) for split in splits}
+            losses = {split: self.validate(split) for split in splits}
             evaluation = self.evaluate()
         except Stopped:
             self.model.train()
@@ -164,9 +156,8 @@ class ValidatedState(TrainingState):
             self.console.print(f" a signal leaves the validation at step {self.step} to the resumed run")
             return
         values = dict(evaluation)
-        for split, (loss, terms) in losses.items():
-            suffix, named = split.removeprefix("validation"), named_losses(self.run.model.predictions, terms)
-            results = {f"validation_{name}{suffix}": value for name, value in {"loss": loss, **named}.items()}
+        for split, terms in losses.items():
+            results = {f"validation_{name}{split.removeprefix('validation')}": loss for name, loss in terms.items()}
             self.console.print(format_validation(self.step, results))
             values |= results
         if evaluation:
@@ -187,42 +178,38 @@ class ValidatedState(TrainingState):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return int(numbers.item())
 
-    def validate(self, split: str = "validation") -> float:
-        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of a validation ``split``.
+    def validate(self, split: str = "validation") -> dict[str, float]:
+        """Mean loss and its terms, in nats per token, over the first `evaluation.steps` global batches of a ``split``.
 
         Raises:
             Stopped: a rank has received a signal that asks to stop.
         """
-        config = self.config
-        dataset = self.run.datasets[split]
         repeats = split == "validation"  # the processes that read sets, which may be many, end with each validation
         data = self.validation_data if repeats else None
         if data is None:
-            sampler = _sampler(config, dataset, self.dp_rank, self.dp_size)
-            samples, workers = self.run.masks.over(dataset), config.data.num_workers
-            data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=repeats)
+            ranks = self.dp_rank, self.dp_size
+            data = _load(self.config, self.run.datasets[split], self.run.masks, ranks, self.run.device, repeats)
             self.validation_data = data if repeats else self.validation_data
         else:
             data.start()
-        predictions = self.run.model.predictions
-        microbatches = config.training.global_batch_size // (config.training.micro_batch_size * self.dp_size)
+        training, predictions = self.config.training, self.run.model.predictions
+        microbatches = training.global_batch_size // (training.micro_batch_size * self.dp_size)
 
         def batches() -> Iterator[list[Batch]]:
             while shards := self._take(data, microbatches):
                 self._leave_if_stopped()
                 yield shards
 
+        total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
         with closing(data):
-            total = _summed_losses(self.pipeline, predictions, batches(), self.run.device, self.loss_dtype)
+            _add_losses(self.pipeline, predictions, batches(), total)
         self._sum_over_samples(total)
-        self.validation_losses = (total[0] / total[1]).tolist()
-        sums, counts = total.tolist()
-        self.validation_is_finite &= all(math.isfinite(x) for x, count in zip(sums, counts, strict=True) if count)
-        if 0 in counts:
+        self.validation_is_finite &= bool(total[0].isfinite().all())
+        if 0 in total[1]:
             self.console.print(f" the samples for validation {NO_LABELS}")
-        loss = _loss(predictions, self.validation_losses)
-        self.observer.end_validation(loss)
-        return loss
+        losses = _means(predictions, total)
+        self.observer.end_validation(losses)
+        return losses
 
     def evaluate(self) -> dict[str, float]:
         """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
