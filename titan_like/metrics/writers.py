@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import netrc
 import os
 import re
 import signal
@@ -17,7 +16,6 @@ from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlparse
 
 from titan_like.config.errors import ConfigError, first_line, printable, require, shortened
 from titan_like.config.monitoring import Metrics
@@ -371,10 +369,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 def _wandb_key_configured() -> bool:
     """Whether wandb can go online without a prompt: a key is in the environment or in the netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    from requests.utils import get_netrc_auth  # as wandb does
+
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))

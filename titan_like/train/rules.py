@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -71,29 +72,19 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         yield from of_rampup
         return  # the other rules need batch sizes
     rules: list[Callable[[], object]] = [
-        lambda: _check_length(config),
-        lambda: check_optimizer(config.optimizer),
-        lambda: find_dataset(config.data),
-        lambda: _check_precision(config),
-        lambda: _check_health(config),
-        lambda: _check_evaluation(config),
+        partial(_check_length, config),
+        partial(check_optimizer, config.optimizer),
+        partial(find_dataset, config.data),
+        *(partial(check, config) for check in (_check_precision, _check_health, _check_evaluation)),
     ]
     if model is not None:
-        rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
-        rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
-        rules += [lambda: _check_experts(config, model), lambda: _check_recomputation(config, model)]
-        rules += [lambda: _check_lora(config, model)]
+        of_model = _check_compile, _check_masks, _check_tasks, _check_sentences, _check_experts, _check_recomputation
+        rules += [partial(check, config, model) for check in (*of_model, _check_lora)]
     if layout is not None:
-        rules += [lambda: _check_batches(config, layout), lambda: _check_ranks(config, layout)]
+        rules += [partial(check, config, layout) for check in (_check_batches, _check_ranks)]
     if model is not None and layout is not None:
-        rules += [
-            lambda: _check_cudagraphs(config, model, layout),
-            lambda: check_tensor_parallel(config, model, layout),
-            lambda: check_expert_parallel(config, model, layout),
-            lambda: check_context_parallel(config, model, layout),
-            lambda: check_pipeline(config, model, layout),
-            lambda: check_sequence(config, model, layout),
-        ]
+        splits = check_tensor_parallel, check_expert_parallel, check_context_parallel, check_pipeline, check_sequence
+        rules += [partial(check, config, model, layout) for check in (_check_cudagraphs, *splits)]
     yield from _errors_of(rules)
 
 
