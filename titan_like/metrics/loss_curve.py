@@ -42,10 +42,7 @@ def _read(path: Path) -> defaultdict[str, Curve]:
 
 
 def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run.
-
-    A final loss is NaN if it was not finite.
-    """
+    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run."""
     rows, settings = defaultdict[str, dict[str, Any]](dict), {name: read_settings(folders[name]) for name in folders}
     figures = {name: _read(folder / METRICS_FILE) for name, folder in folders.items()}
     for name, curves in figures.items():
@@ -120,10 +117,7 @@ def _with_axes(rows: Sequence[str], low: float, high: float, first: int, last: i
 
 
 def draw_losses(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Draw the losses of runs by name: each step's and the mean of the steps around it, and validations with markers.
-
-    Needs matplotlib.
-    """
+    """Draw the losses of runs by name: of each step, averaged over the steps around it, and of validations."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -97,16 +97,10 @@ def _errors_of(rules: list[Callable[[], object]]) -> Iterator[ConfigError]:
 
 
 def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settings:
-    """Resolve the model and the layout that the settings describe, and check all rules.
+    """Resolve the model and the layout of a run, and check all rules; a `ConfigError` has a line for each broken one.
 
-    Imports torch only for rules of adapters and of split positions.
-
-    Args:
-        config: the run's.
-        world_size: processes of the job; None means as many as the environment variables say.
-
-    Raises:
-        ConfigError: rules are broken; one line for each.
+    ``world_size`` None means as many processes as the environment variables say. Imports torch only for rules of
+    adapters and of split positions.
     """
     resolved: dict[str, Any] = {"model": None, "layout": None}
     processes = number_of_processes() if world_size is None else world_size
@@ -128,9 +122,6 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
     Returns:
         The configuration in whose layout the checkpoint is loaded, without float8, the model, and that layout. A single
         process takes the whole model.
-
-    Raises:
-        ConfigError: a rule is broken; the first one is reported.
     """
     config = config.model_copy(update={"float8": Float8()})
     if world_size == 1:

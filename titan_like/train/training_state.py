@@ -85,12 +85,7 @@ class TrainingState:
     """This process's part of a run's state, either new or from a checkpoint. Needs a process group."""
 
     def __init__(self, run: Run) -> None:
-        """Build the model and its optimizer. Resume from a checkpoint if `checkpoint.enable` is set and there is one.
-
-        Raises:
-            ConfigError: the tensor-parallel plan or the optimizer cannot be used.
-            RunError: there are checkpoints but none can be used, or initial weights cannot be read.
-        """
+        """Build the model and its optimizer, and resume from a checkpoint if there is one that may be used."""
         self.run = run
         self.config = config = run.config
         self.mesh = mesh = build_mesh(run.layout, run.device.type)
@@ -230,11 +225,7 @@ class TrainingState:
         return merge_states(states)
 
     def finish_save(self, is_last: bool = False) -> None:
-        """Wait for a save that is in progress, if any, and print its outcome.
-
-        Raises:
-            RunError: it failed, and it is the last one or `checkpoint.on_failure` is "stop".
-        """
+        """Wait for a save that is in progress, if any, and print its outcome, or raise it if that is to end the run."""
         try:
             saved = self.saver.finish()
         except SaveError as error:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -23,11 +21,7 @@ from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_validation
 from titan_like.metrics.record import named_losses
 from titan_like.metrics.writers import RunEnd, Writer
-from titan_like.models.config import TransformerConfig
-from titan_like.parallel.apply import run_batches
-from titan_like.parallel.layout import Layout
-from titan_like.parallel.mesh import one_dimension
-from titan_like.parallel.model import ModelOutput, ParallelModel, WholeModel
+from titan_like.parallel.model import ModelOutput, WholeModel
 from titan_like.train.observer import Observer
 from titan_like.train.setup import Run, open_run_data
 from titan_like.train.signals import StopSignals
@@ -43,67 +37,61 @@ class Stopped(Exception):  # noqa: N818  # it is no error
     """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
 
 
-def _load(
-    config: JobConfig, dataset: Source, masks: Masks, ranks: tuple[int, int], device: torch.device, repeats: bool
-) -> BackgroundLoader:
-    """A rank's part of the first `evaluation.steps` global batches; ``ranks``: its own and all data-parallel ones."""
-    rows, wanted = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
-    unit = rows * ranks[1]
-    sampler = GlobalSampler(0, rows, *ranks, last_sample=-(-min(len(dataset), wanted) // unit) * unit)
-    return BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, device, repeats=repeats)
+def _load(scorer: Scorer, dataset: Source, masks: Masks, repeats: bool = False) -> BackgroundLoader:
+    """This rank's part of the first `evaluation.steps` global batches."""
+    training, ranks = scorer.config.training, scorer.dp_size
+    rows, wanted = training.micro_batch_size, scorer.config.evaluation.steps * training.global_batch_size
+    last_sample = -(-min(len(dataset), wanted) // (rows * ranks)) * rows * ranks
+    sampler = GlobalSampler(0, rows, scorer.dp_rank, ranks, last_sample=last_sample)
+    workers = scorer.config.data.num_workers
+    return BackgroundLoader(masks.over(dataset), sampler, workers, scorer.device, repeats=repeats)
 
 
 @torch.no_grad()
-def _add_losses(
-    pipeline: Pipeline | WholeModel, predictions: Sequence[str], batches: Iterable[list[Batch]], total: torch.Tensor
-) -> None:
-    """Add this process's summed losses, with dropout off, and its numbers of labels to ``total``, [2, predictions]."""
-    ones = torch.ones_like(total[0])
-    pipeline.model.train(False)
-    for microbatches in batches:
+def _mean_losses(
+    scorer: Scorer, pipeline: Pipeline | WholeModel, take: Callable[[int], list[Batch]]
+) -> tuple[dict[str, float], torch.Tensor]:
+    """The mean loss and its terms, with dropout off, of the microbatches that ``take`` reads, up to a number at once.
 
-        def add_loss(output: ModelOutput, number: int, microbatches: Sequence[Batch] = microbatches) -> torch.Tensor:
+    The loss leaves out that of multi-token prediction, which is a loss of training. The tensor, [2, predictions], has
+    the sum of each prediction's losses and the number of its labels.
+    """
+    training, predictions = scorer.config.training, scorer.shape.predictions
+    dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
+    total = torch.zeros(2, len(predictions), device=scorer.device, dtype=dtype)
+    ones, microbatches = torch.ones_like(total[0]), training.global_batch_size // training.micro_batch_size
+    pipeline.model.train(False)
+    while batches := take(max(1, microbatches // scorer.dp_size)):
+
+        def add_loss(output: ModelOutput, number: int, batches: Sequence[Batch] = batches) -> torch.Tensor:
             assert isinstance(output, torch.Tensor)
             total[0] += output
-            total[1] += num_labels(microbatches[number], predictions)
+            total[1] += num_labels(batches[number], predictions)
             return total[0].sum()
 
-        pipeline.forward([batch._replace(loss_factors=ones) for batch in microbatches], add_loss)
+        pipeline.forward([batch._replace(loss_factors=ones) for batch in batches], add_loss)
     pipeline.model.train()
     pipeline.model.free_gathered_parameters()
-
-
-def _means(predictions: Sequence[str], total: torch.Tensor) -> dict[str, float]:
-    """The loss, without that of multi-token prediction, which is a loss of training, and its terms by name."""
+    for group in scorer.groups:
+        dist.all_reduce(total, group=group)
     losses = (total[0] / total[1]).tolist()
     loss = sum(loss for prediction, loss in zip(predictions, losses, strict=True) if prediction != "mtp")
-    return {"loss": loss, **named_losses(predictions, losses)}
+    return {"loss": loss, **named_losses(predictions, losses)}, total
 
 
-def score_held_out(
-    config: JobConfig, shape: TransformerConfig, layout: Layout, model: ParallelModel, mesh: DeviceMesh
-) -> dict[str, dict[str, float]]:
-    """The losses that a run logs for its validation split and for `evaluation.sets`, of a model without a run.
-
-    All processes that hold a part of the model call it. New data is tokenized.
-    """
-    datasets, masks = open_run_data(config, shape, trains=False)
-    device, training, results = next(model.parameters()).device, config.training, dict[str, dict[str, float]]()
-    positions = sample_length(config, shape).positions
-    pipeline = run_batches(config, model, mesh, device, training.micro_batch_size, positions)
-    ranks = layout.data_rank(mesh.get_rank()), layout.data_parallel
-    microbatches = max(1, training.global_batch_size // (training.micro_batch_size * layout.data_parallel))
-    groups = one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group(), mesh.get_group("pp")
-    dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
+def score_held_out(scorer: Scorer) -> dict[str, dict[str, float]]:
+    """The losses that a run logs for its validation split and for `evaluation.sets`. New data is tokenized."""
+    config, results = scorer.config, dict[str, dict[str, float]]()
+    datasets, masks = open_run_data(config, scorer.shape, trains=False)
+    pipeline = scorer.pipeline(sample_length(config, scorer.shape).positions)
     for split, dataset in datasets.items():
         if len(dataset) > 0:
-            total = torch.zeros(2, len(shape.predictions), device=device, dtype=dtype)
-            with closing(_load(config, dataset, masks, ranks, device, repeats=False)) as data:
-                taken = iter(lambda: [to_device(batch, device) for batch in islice(data, microbatches)], [])
-                _add_losses(pipeline, shape.predictions, taken, total)
-            for group in groups:
-                dist.all_reduce(total, group=group)
-            results[split] = _means(shape.predictions, total)
+            with closing(_load(scorer, dataset, masks)) as data:
+
+                def take(count: int, data: BackgroundLoader = data) -> list[Batch]:
+                    return [to_device(batch, scorer.device) for batch in islice(data, count)]
+
+                results[split], _ = _mean_losses(scorer, pipeline, take)
     problem = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
     require(results, "data.split", config.data.split, problem)
     return results
@@ -179,43 +167,29 @@ class ValidatedState(TrainingState):
         return int(numbers.item())
 
     def validate(self, split: str = "validation") -> dict[str, float]:
-        """Mean loss and its terms, in nats per token, over the first `evaluation.steps` global batches of a ``split``.
-
-        Raises:
-            Stopped: a rank has received a signal that asks to stop.
-        """
+        """Mean loss, in nats per token, and its terms, of a split. Raises `Stopped` if a rank has received a signal."""
         repeats = split == "validation"  # the processes that read sets, which may be many, end with each validation
         data = self.validation_data if repeats else None
         if data is None:
-            ranks = self.dp_rank, self.dp_size
-            data = _load(self.config, self.run.datasets[split], self.run.masks, ranks, self.run.device, repeats)
+            data = _load(self.scorer, self.run.datasets[split], self.run.masks, repeats)
             self.validation_data = data if repeats else self.validation_data
         else:
             data.start()
-        training, predictions = self.config.training, self.run.model.predictions
-        microbatches = training.global_batch_size // (training.micro_batch_size * self.dp_size)
 
-        def batches() -> Iterator[list[Batch]]:
-            while shards := self._take(data, microbatches):
-                self._leave_if_stopped()
-                yield shards
+        def take(count: int) -> list[Batch]:
+            self._leave_if_stopped()
+            return self._take(data, count)
 
-        total = torch.zeros(2, len(predictions), device=self.run.device, dtype=self.loss_dtype)
         with closing(data):
-            _add_losses(self.pipeline, predictions, batches(), total)
-        self._sum_over_samples(total)
+            losses, total = _mean_losses(self.scorer, self.pipeline, take)
         self.validation_is_finite &= bool(total[0].isfinite().all())
         if 0 in total[1]:
             self.console.print(f" the samples for validation {NO_LABELS}")
-        losses = _means(predictions, total)
         self.observer.end_validation(losses)
         return losses
 
     def evaluate(self) -> dict[str, float]:
-        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
-
-        Raises `Stopped` as `validate` does.
-        """
+        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""
         results = run_tasks(self.run.tasks, self.scorer, lambda _task: lambda _done, _all: self._leave_if_stopped())
         return {
             f"{task}/{figure}": value
@@ -234,7 +208,5 @@ class ValidatedState(TrainingState):
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over samples, their CP shards and stages. Only the last stage's ranks have values but zero."""
-        if self.token_group.size() > 1:
-            dist.all_reduce(value, group=self.token_group)
-        if self.pp_group.size() > 1:
-            dist.all_reduce(value, group=self.pp_group)
+        for group in self.scorer.groups:
+            dist.all_reduce(value, group=group)
