@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
@@ -37,14 +38,12 @@ class Stopped(Exception):  # noqa: N818  # it is no error
     """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
 
 
-def _load(scorer: Scorer, dataset: Source, masks: Masks, repeats: bool = False) -> BackgroundLoader:
+def _load(config: JobConfig, scorer: Scorer, dataset: Source, masks: Masks, repeats: bool = False) -> BackgroundLoader:
     """This rank's part of the first `evaluation.steps` global batches."""
-    training, ranks = scorer.config.training, scorer.dp_size
-    rows, wanted = training.micro_batch_size, scorer.config.evaluation.steps * training.global_batch_size
-    last_sample = -(-min(len(dataset), wanted) // (rows * ranks)) * rows * ranks
-    sampler = GlobalSampler(0, rows, scorer.dp_rank, ranks, last_sample=last_sample)
-    workers = scorer.config.data.num_workers
-    return BackgroundLoader(masks.over(dataset), sampler, workers, scorer.device, repeats=repeats)
+    rows, wanted = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
+    last_sample = -(-min(len(dataset), wanted) // (rows * scorer.dp_size)) * rows * scorer.dp_size
+    sampler = GlobalSampler(0, rows, scorer.dp_rank, scorer.dp_size, last_sample=last_sample)
+    return BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, scorer.device, repeats=repeats)
 
 
 @torch.no_grad()
@@ -86,7 +85,7 @@ def score_held_out(scorer: Scorer) -> dict[str, dict[str, float]]:
     pipeline = scorer.pipeline(sample_length(config, scorer.shape).positions)
     for split, dataset in datasets.items():
         if len(dataset) > 0:
-            with closing(_load(scorer, dataset, masks)) as data:
+            with closing(_load(config, scorer, dataset, masks)) as data:
 
                 def take(count: int, data: BackgroundLoader = data) -> list[Batch]:
                     return [to_device(batch, scorer.device) for batch in islice(data, count)]
@@ -171,7 +170,7 @@ class ValidatedState(TrainingState):
         repeats = split == "validation"  # the processes that read sets, which may be many, end with each validation
         data = self.validation_data if repeats else None
         if data is None:
-            data = _load(self.scorer, self.run.datasets[split], self.run.masks, repeats)
+            data = _load(self.config, self.scorer, self.run.datasets[split], self.run.masks, repeats)
             self.validation_data = data if repeats else self.validation_data
         else:
             data.start()
