@@ -5,6 +5,7 @@ import random
 import signal
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
+from titan_like.parallel.model import LossFunction, WholeModel
 from titan_like.train.health import LossWatch, robust_z
 from titan_like.train.job import run_job
 from titan_like.train.signals import StopSignals
@@ -174,6 +176,25 @@ def test_a_run_ends_after_so_many_steps_of_a_divergence_that_does_not_pass() -> 
     assert "since step 301" in str(again.described())
     with pytest.raises(RunError, match="since step 301"):
         again.count(391, 8.0, skipped=False)
+
+
+@pytest.mark.parametrize("factors", [(1.0, math.nan), (math.inf, 1.0)], ids=["at the end", "in between"])
+def test_a_last_validation_that_is_not_finite_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], factors: tuple[float, float]
+) -> None:
+    forward, remaining = WholeModel.forward, iter(factors)
+
+    def planted(self: WholeModel, batches: Sequence[Batch], loss_function: LossFunction) -> None:
+        factor = next(remaining)
+        forward(self, batches, lambda output, number: loss_function(output * factor, number))
+
+    monkeypatch.setattr(WholeModel, "forward", planted)
+    run = prepared(short_run(tmp_path, training__steps=4, evaluation__interval=2, evaluation__steps=1))
+    run_job(run)
+    validated = [line["validation_loss"] for line in logged(run.config)[1::2]]
+    assert [loss is None for loss in validated] == [not math.isfinite(factor) for factor in factors]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (last == " the loss of the last validation is not finite") == math.isnan(factors[-1])
 
 
 PAIRS = {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}

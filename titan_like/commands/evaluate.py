@@ -183,8 +183,9 @@ def score(
         mesh = build_mesh(layout, device.type)
         model = load_parallel_model(config, path, mesh, device)
         progress = progress_of if os.environ.get("RANK", "0") == "0" else None
-        results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
-        results |= score_held_out(config, shape, layout, model, mesh) if validates else {}
+        scorer = Scorer(config, model, mesh, device)
+        results = run_tasks(tasks, scorer, progress)
+        results |= score_held_out(scorer) if validates else {}
         if not names:
             return results, {}
         arguments = dict.fromkeys(_SEEDS, options.seed) | {name: getattr(options, name) for name in _OF_HARNESS}
