@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from titan_like.models.hugging_face import (
     families_by_model_type,
     family_module,
     family_of,
+    fill_part,
     head_prefixes,
 )
 
@@ -105,6 +106,17 @@ class HuggingFaceFolder:
         for stored in family_of(self.model, self.fields["model_type"]).stored_parameters(model):
             yield stored.among(self.tensors)
 
+    @cached_property
+    def read_slice(self) -> ReadSlice:
+        """What `fill_part` takes to read from this folder."""
+        return slice_reader(self.tensors)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """A full parameter: float32."""
+        weight = torch.empty(stored.shape)
+        fill_part(weight, (0,) * weight.ndim, stored, self.read_slice)
+        return weight
+
 
 def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> HuggingFaceFolder:
     """Check a folder, which the setting ``key`` names, without reading its tensors.
@@ -115,7 +127,7 @@ def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> Hug
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
     """
     fields, family, model = read_model(path, key, ignore)
-    with _refusals_of(path, key):
+    with refusals_of(path, key):
         module = family_of(model, fields["model_type"])
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
         left_out = _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
@@ -137,7 +149,7 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
 
     Arguments and errors are as in `open_hugging_face`.
     """
-    with _refusals_of(path, key):
+    with refusals_of(path, key):
         fields = read_json(path / CONFIG_FILE)
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
@@ -154,7 +166,8 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
 
 
 @contextmanager
-def _refusals_of(path: Path, key: str) -> Iterator[None]:
+def refusals_of(path: Path, key: str) -> Iterator[None]:
+    """Let whatever is wrong with a folder, which the setting ``key`` names, be a `ConfigError`."""
     try:
         yield
     except OSError:
@@ -260,22 +273,21 @@ def _tensors(path: Path, module: Any) -> dict[str, FileTensor]:
 
 
 def tensors_around(path: Path, module: Any) -> tuple[dict[str, str], dict[str, FileTensor]]:
-    """Of a folder whose class has more modules than the model, the names of the model's tensors, class → files.
+    """Names of tensors, class → files, of a folder whose class has more modules than the model.
 
-    And the other tensors, by their names in the files. Both are empty if the folder is gone or damaged.
+    And the tensors of these modules, by their names in the files. Both are empty if the folder is gone or damaged.
     """
     try:
         tensors = _tensors(path, module)
-    except (RefusedError, ValueError):
+    except ValueError:
         return {}, {}
-    around = {tensor.name: tensor for name, tensor in tensors.items() if module.is_ignored(name)}
-    names = {name: tensor.name for name, tensor in tensors.items() if not module.is_ignored(name)}
-    return names, {name: tensor for name, tensor in around.items() if tensor.dtype in DTYPES}
+    others = [tensor for name, tensor in tensors.items() if module.is_ignored(name) and tensor.dtype in DTYPES]
+    return {name: tensor.name for name, tensor in tensors.items()}, {tensor.name: tensor for tensor in others}
 
 
 def _file_tensors(path: Path) -> Iterator[FileTensor]:
     if (path / WEIGHTS_FILE).is_file():  # like transformers, prefer a single file to an index
-        yield from _header(path / WEIGHTS_FILE)
+        yield from read_header(path / WEIGHTS_FILE)
         return
     if not (path / INDEX_FILE).is_file():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
@@ -292,10 +304,10 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
                 f"its {INDEX_FILE} names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
             )
     for name in sorted(set(weight_map.values())):
-        yield from _header(path / name)
+        yield from read_header(path / name)
 
 
-def _header(file: Path) -> list[FileTensor]:
+def read_header(file: Path) -> list[FileTensor]:
     """The tensors that a safetensors file declares; the library checks the header against the file's length."""
     what = "is not a valid safetensors file"
     with (

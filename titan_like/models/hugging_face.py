@@ -7,7 +7,7 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -79,6 +79,11 @@ class Stored:
         if copies and not self.sources.keys() & names:
             return replace(self, sources={copies[0]: next(iter(self.sources.values()))}, copies=copies[1:])
         return replace(self, copies=copies)
+
+    def renamed(self, names: Mapping[str, str]) -> Stored:
+        """The same in files whose tensors have other names."""
+        sources = {names.get(name, name): shape for name, shape in self.sources.items()}
+        return replace(self, sources=sources, copies=tuple(names.get(name, name) for name in self.copies))
 
     @property
     def rows(self) -> list[int]:
@@ -226,7 +231,8 @@ def to_tensors(parameters: Iterable[Stored], read: Callable[[str], torch.Tensor]
                 continue
         for (source, shape), tensor in zip(stored.sources.items(), rows.split(stored.rows), strict=True):
             lines = tensor.unflatten(0, (shape[0], -1)) if stored.is_stacked else tensor
-            yield source, lines.transpose(-1, -2) if stored.is_transposed and lines.ndim > 1 else lines
+            for name in (source, *stored.copies):
+                yield name, lines.transpose(-1, -2) if stored.is_transposed and lines.ndim > 1 else lines
 
 
 @torch.no_grad()
