@@ -75,7 +75,8 @@ WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
 
 _MOST_SHOWN, _CAUSAL = 400, "ForCausalLM"  # characters; how names of language models' classes end
-_BUFFER = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|position_ids)$")
+# That older versions of transformers saved, and that can be computed.
+_BUFFER = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|\.embeddings\.position_ids)$")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # as TensorFlow called them
 
 
@@ -281,7 +282,7 @@ def tensors_around(path: Path, module: Any) -> tuple[dict[str, str], dict[str, F
         tensors = _tensors(path, module)
     except ValueError:
         return {}, {}
-    others = [tensor for name, tensor in tensors.items() if module.is_ignored(name) and tensor.dtype in DTYPES]
+    others = [part for name, part in tensors.items() if name.startswith(module.IGNORED) and part.dtype in DTYPES]
     return {name: tensor.name for name, tensor in tensors.items()}, {tensor.name: tensor for tensor in others}
 
 
@@ -323,7 +324,7 @@ def _check_tensors(
 ) -> list[str]:
     """Check that the tensors are those of the model, with the right shapes and a known type; returns which are not.
 
-    These the module ignores. Of them, buffers that can be computed are not returned.
+    These the module ignores.
     """
     known: set[str] = set()
     for stored in (stored.among(tensors) for stored in module.stored_parameters(model)):
@@ -340,8 +341,9 @@ def _check_tensors(
                 problem = f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
                 raise RefusedError(problem)
         known |= wanted.keys()
-    left_out = [name for name in sorted(tensors.keys() - known) if 0 not in tensors[name].shape]
-    for name in left_out:  # of no experts, transformers saves empty tensors
-        if not module.is_ignored(name):
+    others = [name for name in sorted(tensors.keys() - known) if _BUFFER.search(name) is None]
+    left_out = [name for name in others if 0 not in tensors[name].shape]  # as those of no experts, which are saved
+    for name in left_out:
+        if not name.startswith(getattr(module, "IGNORED", ())):
             raise RefusedError(f"the tensor {name} does not belong to {architecture} with this config.json")
-    return [name for name in left_out if _BUFFER.search(name) is None]
+    return left_out

@@ -29,6 +29,7 @@ ARCHITECTURE = "BertForMaskedLM"
 ARCHITECTURES = {MODEL_TYPE: ARCHITECTURE, "megatron-bert": "MegatronBertForMaskedLM"}
 PREFIX = "bert."
 HEAD = ("cls.", "classifier.")
+IGNORED = ("bert.pooler.", "cls.seq_relationship.")  # of the head for pairs of sentences, if the shape has none
 _HEADS = {"none": "ForMaskedLM", "pair": "ForPreTraining", "choice": "ForMultipleChoice"}
 _PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
 _TABLE = "bert.embeddings.word_embeddings.weight"
@@ -44,7 +45,6 @@ _FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("norm_eps", "layer_norm_eps", 1e-12),
     ("init_std", "initializer_range", 0.02),
 )
-_UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
 
 
 def architecture(config: BertConfig) -> str:
@@ -91,11 +91,6 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
     if not config.tied_embeddings:
         yield whole("output.weight", f"{decoder}.weight", table, vocab)
     yield whole("output_bias.bias", "cls.predictions.bias", (padded,), vocab, copy=f"{decoder}.bias")
-
-
-def is_ignored(name: str) -> bool:
-    """Whether it belongs to the pooler or the head for pairs of sentences, or is a buffer of older versions."""
-    return name.startswith(_UNUSED)
 
 
 def to_fields(config: BertConfig) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,11 +57,6 @@ def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
     yield from norm("norm", "transformer.ln_f", hidden)
     if not config.tied_embeddings:
         yield whole("output.weight", head, table, vocab)
-
-
-def is_ignored(name: str) -> bool:
-    """Whether it is a buffer of the causal mask, which older versions of transformers saved."""
-    return re.fullmatch(r"transformer\.h\.\d+\.attn\.(masked_)?bias", name) is not None
 
 
 def to_fields(config: GPTConfig) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from titan_like.models.t5.config import T5Config
 MODEL_TYPE = "t5"
 ARCHITECTURE = "T5ForConditionalGeneration"
 PREFIX = ""
+# Of the first cross attention, which the first released weights have but nothing uses.
+IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 _MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
 _FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
@@ -65,11 +67,6 @@ def stored_parameters(config: T5Config) -> Iterator[Stored]:
     yield whole("norm.weight", "decoder.final_layer_norm.weight", (hidden,))
     if not config.tied_embeddings:
         yield whole("output.weight", "lm_head.weight", table, vocab)
-
-
-def is_ignored(name: str) -> bool:
-    """Whether it is the bias of the first cross attention, which the first released weights have but nothing uses."""
-    return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
 def to_fields(config: T5Config) -> dict[str, Any]:
