@@ -30,13 +30,14 @@ from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
 from titan_like.data.fetch import with_small_files
-from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, tokenizer_names
+from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, end_ids, tokenizer_names
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import (
     CONFIG_FILE,
     DTYPES,
     INDEX_FILE,
     HuggingFaceFolder,
+    refusals_of,
     say,
     slice_reader,
     tensors_around,
@@ -53,9 +54,12 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
     Weights become float32. One of them is in memory at a time.
 
     Raises:
+        ConfigError: the folder's generation_config.json is invalid.
         RunError: a file of the folder is damaged, or the checkpoint cannot be written.
     """
     final = checkpoint_path(output, 0)
+    with refusals_of(source.path, "--input"):
+        end_ids(source.path)  # reads what is copied
     with written_aside(final) as aside:
         copy_files(source.path, aside, (*tokenizer_names(source.path), GENERATION_FILE))
         planner = _ReadsOnDemand(source)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -366,16 +367,24 @@ FieldNames = Sequence[tuple[str, str, Any]]
 """Our field, that of config.json, and the value of a file without it; None if every file must have it."""
 
 
-def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
-    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here."""
+def read_fields(
+    kind: type[TransformerConfig], names: FieldNames, fields: Fields, aliases: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here.
+
+    ``aliases`` has other names, field → alias, that transformers prefers if a file has both.
+    """
     readers: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
     read: dict[str, Any] = {}
     for ours, theirs, default in names:
-        option = kind.model_fields[ours]
-        read[ours] = readers[option.annotation](theirs, default)
+        option, alias = kind.model_fields[ours], aliases.get(theirs, theirs)
+        name = alias if alias in fields.values else theirs
+        read[ours] = readers[option.annotation](name, default)
+        if name != theirs and theirs in fields.values:
+            fields.must_be(theirs, read[ours])
         most = [rule.le for rule in option.metadata if isinstance(rule, Le)]
         if most and read[ours] > most[0]:  # checked here, because lists may be as long as the number of layers
-            fields.refuse(theirs, f"which must be at most {most[0]}")
+            fields.refuse(name, f"which must be at most {most[0]}")
     return read
 
 

@@ -23,6 +23,10 @@ MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_ALIASES = {
+    "n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
 _FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("num_layers", "n_layer", None),
     ("hidden_size", "n_embd", None),
@@ -73,4 +77,4 @@ def from_fields(fields: Fields) -> TransformerConfig:
     fields.must_be("add_cross_attention", False)
     fields.must_be("is_causal", True)
     dropout = fields.dropout(_DROPOUTS, 0.1)
-    return validated(GPTConfig, read_fields(GPTConfig, _FIELDS, fields) | {"dropout": dropout})
+    return validated(GPTConfig, read_fields(GPTConfig, _FIELDS, fields, _ALIASES) | {"dropout": dropout})

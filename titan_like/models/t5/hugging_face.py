@@ -15,6 +15,9 @@ PREFIX = ""
 # Of the first cross attention, which the first released weights have but nothing uses.
 IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 _MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
+_ALIASES = {
+    "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads", "d_kv": "head_dim",
+}  # fmt: skip
 _FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
     ("hidden_size", "d_model", None),
@@ -86,10 +89,9 @@ def from_fields(fields: Fields) -> TransformerConfig:
     fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
     fields.must_be("is_encoder_decoder", True)
     fields.must_be("is_causal", True)
-    encoder_layers = fields.integer("num_layers", 6)
-    shape = read_fields(T5Config, _FIELDS, fields)
-    shape["num_decoder_layers"] = shape["num_decoder_layers"] or encoder_layers
-    shape["num_layers"] = encoder_layers + shape["num_decoder_layers"]
+    shape = read_fields(T5Config, (("num_layers", "num_layers", 6), *_FIELDS), fields, _ALIASES)  # of the encoder
+    shape["num_decoder_layers"] = shape["num_decoder_layers"] or shape["num_layers"]
+    shape["num_layers"] += shape["num_decoder_layers"]
     proj = fields.values.get("feed_forward_proj", "relu")
     shape["mlp"] = next(mlp for mlp, name in _MLPS.items() if name == proj)
     fields.must_be("is_gated_act", proj != "relu")  # which transformers prefers to feed_forward_proj
