@@ -42,7 +42,6 @@ from titan_like.models.hugging_face import (
     family_module,
     family_of,
     fill_part,
-    head_prefixes,
 )
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
@@ -214,22 +213,21 @@ def without(fields: dict[str, Any], ignore: Collection[str]) -> dict[str, Any]:
 
 def _model_of(values: dict[str, Any]) -> tuple[str, TransformerConfig, list[str]]:
     """Family, shape, and notes about what is ignored; the refusal names all that is wrong with the fields."""
-    values, reasons, removed = deepcopy(values), list[str](), set[str]()
+    values, reasons = deepcopy(values), dict[str, str]()
     while True:
         fields = Fields(values)
         try:
             family, model = _read_fields(fields)
             break
         except RefusedError as refusal:
-            if refusal.field not in removed:
-                reasons.append(str(refusal))
-            removed.add(refusal.field)
+            reasons.setdefault(refusal.field, str(refusal))
             table, _, name = refusal.field.rpartition(".")  # whose other fields mean nothing without its type
             taken = (table,) if name in ("rope_type", "type") else (refusal.field, table)
             if not any(_remove(values, field) for field in taken):
                 break  # the file can be read no further
     if reasons:
-        raise RefusedError(reasons[0], *(text.replace("config.json", "it", 1) for text in reasons[1:]))
+        first, *others = reasons.values()
+        raise RefusedError(first, *(text.replace("config.json", "it", 1) for text in others))
     return family, model, fields.notes
 
 
@@ -267,7 +265,7 @@ def _tensors(path: Path, module: Any) -> dict[str, FileTensor]:
             name = name.removesuffix(old) + new if name.endswith(old) else name
         for old, new in getattr(module, "RENAMED", {}).items():
             name = new + name.removeprefix(old) if name.startswith(old) else name
-        if not name.startswith((module.PREFIX, *head_prefixes(module))):
+        if not name.startswith(module.PREFIX) and not name.startswith(getattr(module, "HEAD", "lm_head.")):
             name = module.PREFIX + name
         tensors[name] = tensor
     return tensors

@@ -174,16 +174,12 @@ def free_fields(config: JobConfig, model: TransformerConfig, start: Start) -> fr
     if kinds:  # each has its own
         ours = plain(model.model_dump(mode="json")).get("kinds", {})
         free = {"kinds"} if _without_rope(ours) == _without_rope(kinds) else set()
-    return may_differ(model) | start.free | (free & config.model.overrides.keys())
+    of_head = frozenset() if "tokens" in model.predictions else {"tied_embeddings"}
+    return model.not_in_weights | of_head | start.free | (free & config.model.overrides.keys())
 
 
 def _without_rope(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: kind | dict.fromkeys(_ROPE) for name, kind in kinds.items()}
-
-
-def may_differ(model: TransformerConfig) -> frozenset[str]:
-    """The fields of a model that need not be those of its initial weights."""
-    return model.not_in_weights | (frozenset() if "tokens" in model.predictions else {"tied_embeddings"})
 
 
 @torch.no_grad()

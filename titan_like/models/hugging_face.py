@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -160,12 +159,6 @@ def architecture_of(config: TransformerConfig, model_type: str) -> str:
     return architectures(family)[model_type] if named is None else named(config)
 
 
-def head_prefixes(family: Any) -> tuple[str, ...]:
-    """How the names of the head's tensors begin."""
-    prefix = getattr(family, "HEAD", "lm_head.")
-    return prefix if isinstance(prefix, tuple) else (prefix,)
-
-
 def whole(
     name: str,
     source: str,
@@ -182,15 +175,18 @@ def whole(
     )
 
 
-def linear(ours: str, theirs: str, shape: tuple[int, int], is_transposed: bool = False) -> Iterator[Stored]:
-    """The weight, [out, in], and the bias of a linear layer."""
-    yield whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed)
-    yield whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
-
-
-def norm(ours: str, theirs: str, hidden: int) -> Iterator[Stored]:
-    """The weight and the bias of a LayerNorm."""
-    yield from (whole(f"{ours}.{part}", f"{theirs}.{part}", (hidden,)) for part in ("weight", "bias"))
+def linear(
+    ours: str,
+    theirs: str,
+    shape: tuple[int, ...],
+    has_bias: bool = True,
+    is_transposed: bool = False,
+    pairs: tuple[int, int, int] | None = None,
+) -> Iterator[Stored]:
+    """The weight, [out, in] or of a norm [hidden], and the bias of a layer."""
+    weight = whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed)
+    bias = whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
+    yield from (replace(stored, pairs=pairs) for stored in (weight, bias)[: 1 + has_bias])
 
 
 def fused(
@@ -363,22 +359,19 @@ class Fields:
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
 
 
-FieldNames = Sequence[tuple[str, str, Any]]
-"""Our field, that of config.json, and the value of a file without it; None if every file must have it."""
+FieldNames = Sequence[tuple[str, str, Any] | tuple[str, str, Any, str]]
+"""Our field, that of config.json, and the value of a file without it; None if every file must have it.
+
+There may be an alias of theirs, which transformers prefers.
+"""
 
 
-def read_fields(
-    kind: type[TransformerConfig], names: FieldNames, fields: Fields, aliases: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
-    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here.
-
-    ``aliases`` has other names, field → alias, that transformers prefers if a file has both.
-    """
+def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
+    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here."""
     readers: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
     read: dict[str, Any] = {}
-    for ours, theirs, default in names:
-        option, alias = kind.model_fields[ours], aliases.get(theirs, theirs)
-        name = alias if alias in fields.values else theirs
+    for ours, theirs, default, *aliases in names:
+        option, name = kind.model_fields[ours], next((alias for alias in aliases if alias in fields.values), theirs)
         read[ours] = readers[option.annotation](name, default)
         if name != theirs and theirs in fields.values:
             fields.must_be(theirs, read[ours])
@@ -399,7 +392,7 @@ def written_fields(config: TransformerConfig, names: FieldNames, architecture: s
             f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
             f"but {architecture} has one for each"
         )
-    return {theirs: getattr(config, ours) for ours, theirs, _ in names}
+    return {theirs: getattr(config, ours) for ours, theirs, *_ in names}
 
 
 def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:

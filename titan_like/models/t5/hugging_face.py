@@ -15,14 +15,12 @@ PREFIX = ""
 # Of the first cross attention, which the first released weights have but nothing uses.
 IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 _MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
-_ALIASES = {
-    "num_layers": "num_hidden_layers", "d_model": "hidden_size", "num_heads": "num_attention_heads", "d_kv": "head_dim",
-}  # fmt: skip
-_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
+_ENCODER = ("num_layers", "num_layers", 6, "num_hidden_layers")  # which counts those of the encoder
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field), alias
     ("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
-    ("hidden_size", "d_model", None),
-    ("num_attention_heads", "num_heads", None),
-    ("head_size", "d_kv", None),
+    ("hidden_size", "d_model", None, "hidden_size"),
+    ("num_attention_heads", "num_heads", None, "num_attention_heads"),
+    ("head_size", "d_kv", None, "head_dim"),
     ("ffn_hidden_size", "d_ff", None),
     ("vocab_size", "vocab_size", None),
     ("max_seq_len", "n_positions", 512),
@@ -89,7 +87,7 @@ def from_fields(fields: Fields) -> TransformerConfig:
     fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
     fields.must_be("is_encoder_decoder", True)
     fields.must_be("is_causal", True)
-    shape = read_fields(T5Config, (("num_layers", "num_layers", 6), *_FIELDS), fields, _ALIASES)  # of the encoder
+    shape = read_fields(T5Config, (_ENCODER, *_FIELDS), fields)
     shape["num_decoder_layers"] = shape["num_decoder_layers"] or shape["num_layers"]
     shape["num_layers"] += shape["num_decoder_layers"]
     proj = fields.values.get("feed_forward_proj", "relu")
