@@ -145,10 +145,7 @@ def say(line: str) -> None:
 
 
 def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict[str, Any], str, TransformerConfig]:
-    """The config.json of a folder without what is ignored, and the family and shape that it describes.
-
-    Arguments and errors are as in `open_hugging_face`.
-    """
+    """A folder's config.json without what is ignored, its family and its shape; the rest is as in `open_hugging_face`."""
     with refusals_of(path, key):
         fields = read_json(path / CONFIG_FILE)
         if not fields:
@@ -159,9 +156,9 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
         if notes:
             say(f"{path / CONFIG_FILE}: ignored {'; '.join(notes)}")
         if getattr(model, "mtp_layers", 0):
-            with suppress(RefusedError):  # the tensors may be elsewhere
-                names = [tensor.name for tensor in _file_tensors(path)]
-                model = family_of(model, fields["model_type"]).without_absent(model, names)
+            with suppress(RefusedError):  # the tensors may be elsewhere, and transformers does not save such layers
+                if not any(tensor.name.endswith(".eh_proj.weight") for tensor in _file_tensors(path)):
+                    model = model.model_copy(update={"mtp_layers": 0})
         return fields, family, model
 
 
@@ -272,9 +269,9 @@ def _tensors(path: Path, module: Any) -> dict[str, FileTensor]:
 
 
 def tensors_around(path: Path, module: Any) -> tuple[dict[str, str], dict[str, FileTensor]]:
-    """Names of tensors, class → files, of a folder whose class has more modules than the model.
+    """Names of tensors, class → files, and by the latter the tensors of modules around the model.
 
-    And the tensors of these modules, by their names in the files. Both are empty if the folder is gone or damaged.
+    Both are empty if the folder is gone or damaged.
     """
     try:
         tensors = _tensors(path, module)
@@ -320,10 +317,7 @@ def read_header(file: Path) -> list[FileTensor]:
 def _check_tensors(
     model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str
 ) -> list[str]:
-    """Check that the tensors are those of the model, with the right shapes and a known type; returns which are not.
-
-    These the module ignores.
-    """
+    """Check that the tensors have the model's shapes and known types; returns further ones, which the module ignores."""
     known: set[str] = set()
     for stored in (stored.among(tensors) for stored in module.stored_parameters(model)):
         wanted = dict(stored.sources)

@@ -375,9 +375,9 @@ def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields
         read[ours] = readers[option.annotation](name, default)
         if name != theirs and theirs in fields.values:
             fields.must_be(theirs, read[ours])
-        most = [rule.le for rule in option.metadata if isinstance(rule, Le)]
-        if most and read[ours] > most[0]:  # checked here, because lists may be as long as the number of layers
-            fields.refuse(name, f"which must be at most {most[0]}")
+        for rule in option.metadata:  # checked here, because lists may be as long as the number of layers
+            if isinstance(rule, Le) and read[ours] > rule.le:
+                fields.refuse(name, f"which must be at most {rule.le}")
     return read
 
 

@@ -7,7 +7,7 @@ else the first whose config.json describes the same shape.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from titan_like.models.decoder.classes import CLASSES, Class
@@ -330,11 +330,6 @@ class ClassOf:
         self.HEAD = row.names.get("output", "lm_head") + "."
         self.RENAMED = row.renamed
         self.IGNORED = ("model.vision_tower.", "model.multi_modal_projector.") if row.outer else ()
-
-    def without_absent(self, config: DecoderConfig, names: Collection[str]) -> DecoderConfig:
-        """The shape without layers of multi-token prediction, if files lack them: transformers does not save them."""
-        has_mtp = any(name.endswith(".eh_proj.weight") for name in names)
-        return config if has_mtp else config.model_copy(update={"mtp_layers": 0})
 
     def to_fields(self, config: DecoderConfig) -> dict[str, Any]:
         """The shape as fields of config.json."""

@@ -345,13 +345,9 @@ def _(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.T
     return x.new_empty(len(offsets), gradient.shape[1], x.shape[1])
 
 
-def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, offsets = ctx.saved_tensors
     return expert_product(gradient, weight.transpose(1, 2), offsets), expert_weight_gradient(gradient, x, offsets), None
 
 
-expert_product.register_autograd(_gradients, setup_context=_save_inputs)
+expert_product.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
