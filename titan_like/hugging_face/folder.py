@@ -145,7 +145,7 @@ def say(line: str) -> None:
 
 
 def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict[str, Any], str, TransformerConfig]:
-    """A folder's config.json without what is ignored, its family and its shape; the rest is as in `open_hugging_face`."""
+    """A folder's config.json without what is ignored, its family and its shape; all else as in `open_hugging_face`."""
     with refusals_of(path, key):
         fields = read_json(path / CONFIG_FILE)
         if not fields:
@@ -317,7 +317,7 @@ def read_header(file: Path) -> list[FileTensor]:
 def _check_tensors(
     model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str
 ) -> list[str]:
-    """Check that the tensors have the model's shapes and known types; returns further ones, which the module ignores."""
+    """Check that the tensors have the model's shapes and known types; returns further ones, which are ignored."""
     known: set[str] = set()
     for stored in (stored.among(tensors) for stored in module.stored_parameters(model)):
         wanted = dict(stored.sources)

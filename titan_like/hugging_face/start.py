@@ -172,14 +172,11 @@ def free_fields(config: JobConfig, model: TransformerConfig, start: Start) -> fr
     """The fields in which a run's model may differ from its source: rotary positions too, if overrides set them."""
     free, kinds = set(_ROPE), start.shape.get("kinds")
     if kinds:  # each has its own
-        ours = plain(model.model_dump(mode="json")).get("kinds", {})
-        free = {"kinds"} if _without_rope(ours) == _without_rope(kinds) else set()
+        both = plain(model.model_dump(mode="json")).get("kinds", {}), kinds
+        ours, theirs = ({name: kind | dict.fromkeys(_ROPE) for name, kind in table.items()} for table in both)
+        free = {"kinds"} if ours == theirs else set()
     of_head = frozenset() if "tokens" in model.predictions else {"tied_embeddings"}
     return model.not_in_weights | of_head | start.free | (free & config.model.overrides.keys())
-
-
-def _without_rope(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: kind | dict.fromkeys(_ROPE) for name, kind in kinds.items()}
 
 
 @torch.no_grad()

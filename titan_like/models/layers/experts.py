@@ -306,17 +306,10 @@ class SparseMLP(nn.Module):
 
 @torch.library.custom_op("titan_like::expert_product", mutates_args=())
 def expert_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows times the transpose of its matrix, in a loop over experts.
+    """Each expert's rows [rows, in] times the transpose of its matrix, of [E, out, in], in a loop → [rows, out].
 
-    It is an operator of its own because the host reads ``offsets``, which a compiler could not trace.
-
-    Args:
-        x: [rows, in], sorted by expert.
-        weight: [E, out, in].
-        offsets: int32 [E], ends of each expert's rows, best on the host.
-
-    Returns:
-        [rows, out].
+    It is an operator of its own because the host reads ``offsets``, int32 [E], which a compiler could not trace: the
+    ends of each expert's rows, best on the host.
     """
     result = x.new_empty(x.shape[0], weight.shape[1])
     for matrix, (start, stop) in zip(weight, pairwise([0, *offsets.tolist()]), strict=True):

@@ -29,18 +29,8 @@ def interval_attention(
 ) -> torch.Tensor:
     """Softmax attention in which query i sees keys first[i] to end[i] - 1. It is an operator, so it can be compiled.
 
-    Args:
-        q: [batch, heads, queries, head_dim].
-        k: [batch, kv_heads, keys, head_dim].
-        v: like k.
-        first: int64 [batch, queries].
-        end: int64 [batch, queries].
-        scale: multiplies the scores.
-        softcap: scores s become softcap · tanh(s / softcap); 0: they stay.
-        sinks: [heads], one more logit of each head, without a value.
-
-    Returns:
-        The shape of q.
+    q is [batch, heads, queries, head_dim], as is the result, k and v are [batch, kv_heads, keys, head_dim], and first
+    and end int64 [batch, queries]. ``scale``, ``softcap`` and sinks, [heads], are as in `AttentionCore`.
     """
     return _attention(q, k, v, first, end, sinks, scale, softcap)[0]
 
