@@ -296,9 +296,8 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
         raise RefusedError(f"its {INDEX_FILE} has no weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or not is_file_name(name) or not name.endswith(".safetensors"):
-            raise RefusedError(
-                f"its {INDEX_FILE} names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
-            )
+            problem = f"names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
+            raise RefusedError(f"its {INDEX_FILE} {problem}")
     for name in sorted(set(weight_map.values())):
         yield from read_header(path / name)
 

@@ -133,7 +133,7 @@ def parameters_of(model: Transformer, modules: Iterable[str]) -> Iterator[tuple[
 
 
 class WithoutInit(TorchFunctionMode):
-    """Skips torch.nn.init, which does nothing on the meta device but take time."""
+    """Skips torch.nn.init, which takes time, on the meta device for nothing, and random numbers."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":

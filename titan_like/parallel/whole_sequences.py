@@ -19,6 +19,7 @@ from titan_like.config.errors import first_line
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
+from titan_like.models.parts import WithoutInit
 from titan_like.models.small import small_fields
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.extend import extend
@@ -70,7 +71,8 @@ def _first_difference(config: TransformerConfig, in_blocks: bool) -> str | None:
     length = _POSITIONS * (2 if config.has_decoder else 1)
     fields = config.model_dump() | small_fields(config, 1, 1, 1, False, False) | config.shrunk(_POSITIONS)
     small = type(config).model_validate(fields | {"max_seq_len": length})
-    model: Transformer = small.family_module("model").build(small).to(torch.float64).requires_grad_(False)
+    with WithoutInit():
+        model: Transformer = small.family_module("model").build(small).to(torch.float64).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # zeros, with which some begin, would hide what they multiply
         nn.init.normal_(parameter, std=0.3, generator=generator)
