@@ -360,10 +360,7 @@ class Fields:
 
 
 FieldNames = Sequence[tuple[str, str, Any] | tuple[str, str, Any, str]]
-"""Our field, that of config.json, and the value of a file without it; None if every file must have it.
-
-There may be an alias of theirs, which transformers prefers.
-"""
+"""Our field, that of config.json, the value of a file without it (None: it must be there), and an alias to prefer."""
 
 
 def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
