@@ -232,15 +232,13 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
             with pytest.raises(RefusedError, match=rf"config\.json has {field}"):
                 family_module("decoder").from_fields(Fields(SMALL | {"model_type": model_type, field: value}))
     tables = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}
-    t5 = {"num_heads": 4, "d_model": 48, "d_kv": 12, "d_ff": 96, "vocab_size": VOCAB}
-    gpt2 = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
     for family, values in (
         ("decoder", SMALL | {"model_type": "gemma3_text", "rope_scaling": tables}),
         ("decoder", SMALL | {"model_type": "gemma3_text", "rope_scaling": LINEAR, "rope_parameters": tables}),
-        ("gpt", gpt2 | {"is_causal": False}),
-        ("t5", t5 | {"is_causal": False}),
-        ("t5", t5 | {"dense_act_fn": "gelu_new"}),
-        ("t5", t5 | {"feed_forward_proj": "gated-gelu", "is_gated_act": False}),
+        ("gpt", GPT2 | {"is_causal": False}),
+        ("t5", T5 | {"is_causal": False}),
+        ("t5", T5 | {"dense_act_fn": "gelu_new"}),
+        ("t5", T5 | {"feed_forward_proj": "gated-gelu", "is_gated_act": False}),
     ):
         with pytest.raises(RefusedError, match=r"has (rope_scaling|is_causal|dense_act_fn|is_gated_act) = "):
             family_module(family).from_fields(Fields(values))
@@ -249,6 +247,25 @@ def test_fields_that_mean_something_else_are_refused_by_name() -> None:
     assert shape.rotary_fraction == 0.5
     plain = family_module("decoder").from_fields(Fields(SMALL | {"model_type": "gpt_oss", "rope_parameters": {}}))
     assert plain.kinds["full"].rope_scaling is None
+
+
+GPT2 = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
+T5 = {"num_layers": 2, "num_heads": 4, "d_model": 48, "d_kv": 12, "d_ff": 96, "vocab_size": VOCAB}
+
+
+@pytest.mark.parametrize(("family", "name", "values"), [("gpt", "GPT2", GPT2), ("t5", "T5", T5)])
+def test_other_names_that_transformers_gives_a_field_are_read_and_do_not_contradict_it(
+    family: str, name: str, values: dict[str, int]
+) -> None:
+    kind, read = getattr(transformers, f"{name}Config"), family_module(family).from_fields
+    for alias, field in kind.attribute_map.items():
+        without = {key: value for key, value in values.items() if key != field}
+        other = values[field] * 2
+        assert getattr(kind(**values, **{alias: other}), field) == other  # it prefers the alias
+        assert read(Fields(without | {alias: other})) == read(Fields(values | {field: other}))
+        assert read(Fields(values | {alias: values[field]})) == read(Fields(values))
+        with pytest.raises(RefusedError, match=rf"has {field} = {values[field]}, .* only {other} can be read"):
+            read(Fields(values | {alias: other}))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,14 @@ def test_text_stays_text(tmp_path: Path) -> None:
         '{"a": 1,\n "b": 2}["a"]',
         '{"a": 1}.get(b)\n',
     )
-    prose = ("Yes, he said.\nNo, she did.\n", "a,b\n", "one\ttwo\nthree\n", "id,id\n1,2\n", "a, b\nc, d\n")
+    prose = (
+        "Yes, he said.\nNo, she did.\n",
+        "a,b\n",
+        "key,lock\nsun,moon\nsalt,pepper\n",
+        "one\ttwo\nthree\n",
+        "id,id\n1,2\n",
+        "a, b\nc, d\n",
+    )
     json_like = (
         '[{"a": 1}] is a list\n',
         "[1, 2] and more",
@@ -138,6 +145,7 @@ def test_text_stays_text(tmp_path: Path) -> None:
 
 TABLES = {
     "quotes": 'text,n\n"a\nb, ""c""",1\n\n plain ,2\n"x\r\ny",3',
+    "words": "text,label\nsun,warm\nmoon,cold\n",
     "a column of text alone": "\ufefftext\none\ntwo three",
     "fewer fields": "n,text\n1,a\n2\n3,\n4,d\n",
     "an index": ",text\n0,a\n1,b\n",
@@ -155,7 +163,7 @@ def test_a_table_is_what_load_dataset_reads(name: str, kind: str, tmp_path: Path
     expected = datasets.load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path / "cache"))["text"]
     texts = texts_in(tmp_path / f"a.{kind}")
     assert [None if isinstance(text, raw_text.BadRecord) else text for text in texts] == expected
-    if name in ("an index", "carriage returns", "quotes"):  # by any name
+    if name in ("an index", "carriage returns", "quotes", "words"):  # by any name
         assert texts_in((tmp_path / f"a.{kind}").rename(tmp_path / "a.txt")) == texts
 
 
@@ -174,7 +182,7 @@ def test_conversations_in_a_table_are_those_of_json_lines(tmp_path: Path) -> Non
 def test_what_a_table_or_json_lacks_is_one_sentence(tmp_path: Path) -> None:
     """Each of these was one document of raw text, or is of no use as records."""
     unfit = {
-        "a.txt": ("title,body\na,b\n", r'has no column "text"; it has title, body'),
+        "a.txt": ("title,body\na,b c\n", r'has no column "text"; it has title, body'),
         "b.csv": ('text,n\n"a,1\n', r"is damaged \(unexpected end of data\)"),
         "c.csv": ("", r'has no column "text"; it has '),
         "g.txt": ('[{"text": "a"},\n{"text": ', r"is damaged \(Expecting value"),

@@ -5,6 +5,7 @@ import random
 import signal
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,13 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit.hugging_face_cases import gpt_config, random_model, save_checkpoint
 from tests.unit.plain_loop import logged, prepared, run_settings
+from titan_like.commands import evaluate
 from titan_like.config.errors import RunError
 from titan_like.config.monitoring import Health
 from titan_like.data.batch import Batch, without_labels
 from titan_like.data.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
+from titan_like.parallel.model import LossFunction, WholeModel
 from titan_like.train.health import LossWatch, robust_z
 from titan_like.train.job import run_job
 from titan_like.train.signals import StopSignals
@@ -174,6 +178,25 @@ def test_a_run_ends_after_so_many_steps_of_a_divergence_that_does_not_pass() -> 
         again.count(391, 8.0, skipped=False)
 
 
+@pytest.mark.parametrize("factors", [(1.0, math.nan), (math.inf, 1.0)], ids=["at the end", "in between"])
+def test_a_last_validation_that_is_not_finite_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], factors: tuple[float, float]
+) -> None:
+    forward, remaining = WholeModel.forward, iter(factors)
+
+    def planted(self: WholeModel, batches: Sequence[Batch], loss_function: LossFunction) -> None:
+        factor = next(remaining)
+        forward(self, batches, lambda output, number: loss_function(output * factor, number))
+
+    monkeypatch.setattr(WholeModel, "forward", planted)
+    run = prepared(short_run(tmp_path, training__steps=4, evaluation__interval=2, evaluation__steps=1))
+    run_job(run)
+    validated = [line["validation_loss"] for line in logged(run.config)[1::2]]
+    assert [loss is None for loss in validated] == [not math.isfinite(factor) for factor in factors]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (last == " the loss of the last validation is not finite") == math.isnan(factors[-1])
+
+
 PAIRS = {"model.overrides.sentence_head": "pair", "data.sentence_objective": "sentence_order"}
 NO_LABELS = "4 samples of step {} have no labels: all of their tokens are special tokens, padding or prompts"
 
@@ -181,6 +204,28 @@ NO_LABELS = "4 samples of step {} have no labels: all of their tokens are specia
 def short_run(folder: Path, **changes: object) -> dict[str, object]:
     named = {key.replace("__", "."): value for key, value in changes.items()}
     return run_settings(folder) | {"training.steps": 3} | named
+
+
+def ends(folder: Path) -> str:
+    """Data without anything but ends of documents, as a setting."""
+    with IndexedWriter(folder / "ends", DTYPES[8]) as writer:
+        for _ in range(2000):
+            writer.add(np.array([256] * 9))
+            writer.end_document()
+    return f'["{folder}/ends"]'
+
+
+def test_held_out_text_without_labels_is_one_sentence(tmp_path: Path) -> None:
+    shape = gpt_config(num_layers=1, vocab_size=257, max_seq_len=32)
+    section = {"family": "gpt", "flavor": "own", "flavors": {"own": shape.model_dump(exclude_none=True)}}
+    path = save_checkpoint(tmp_path / "run", random_model(shape), model=section)
+    data = ["--data.dataset=indexed", f"--data.paths={ends(tmp_path)}", "--data.eod_mask_loss=true"]
+    data += ["--data.split=0,1,0", "--training.seq_len=32", "--training.steps=1", f"--job.dump_folder={tmp_path}"]
+    try:
+        with pytest.raises(RunError, match=r"^the samples of validation have no labels: .*; look at the data$"):
+            evaluate.main([f"--checkpoint={path}", "--task=validation", *data])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -193,11 +238,7 @@ def short_run(folder: Path, **changes: object) -> dict[str, object]:
     ids=["gpt", "bert", "pairs"],
 )
 def test_a_batch_of_special_tokens_alone_says_so(tmp_path: Path, changes: dict[str, object]) -> None:
-    with IndexedWriter(tmp_path / "ends", DTYPES[8]) as writer:
-        for _ in range(2000):
-            writer.add(np.array([256] * 9))
-            writer.end_document()
-    data = {"data.dataset": "indexed", "data.paths": f'["{tmp_path}/ends"]', "health.skip_nonfinite": "false"}
+    data = {"data.dataset": "indexed", "data.paths": ends(tmp_path), "health.skip_nonfinite": "false"}
     run = prepared(short_run(tmp_path) | data | changes)
     try:
         with pytest.raises(RunError) as error:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from titan_like.hugging_face.folder import _header, slice_reader
+from titan_like.hugging_face.folder import read_header, slice_reader
 from titan_like.hugging_face.quantized import check_quantization, with_scales
 from titan_like.models.hugging_face import Fields, RefusedError, Stored, fill_part, to_tensors
 
@@ -70,7 +70,7 @@ def test_the_rows_of_a_layout_are_those_that_the_files_mean():
 def opened(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, object]):
     save_file(tensors, folder / "model.safetensors")
     block = check_quantization(Fields({"quantization_config": quantization}))
-    headers = {tensor.name: tensor for tensor in _header(folder / "model.safetensors")}
+    headers = {tensor.name: tensor for tensor in read_header(folder / "model.safetensors")}
     return with_scales(headers, block)
 
 

@@ -94,6 +94,15 @@ def test_folders_without_fault_are_read(whole_folders: Path) -> None:
         assert open_hugging_face(whole_folders / name, "--input").model == model
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "</s>"}'])
+def test_a_damaged_generation_config_is_not_copied(gpt: Path, content: str) -> None:
+    (gpt / "generation_config.json").write_text(content)
+    source = open_hugging_face(gpt, "--input")
+    with pytest.raises(ConfigError, match=rf'^--input = "{gpt}": has a generation_config.json (that|whose) '):
+        from_hugging_face(source, gpt.parent / "out")
+    assert not (gpt.parent / "out").exists()
+
+
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_act": "mish", "attention_bias": True, "mlp_bias": True, "head_dim": 32,

@@ -153,7 +153,7 @@ def test_a_file_for_results_is_checked_first(module, tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match="variable NOWHERE, which is not set; set it"):
         module.build_parser().parse_args(["--json", "$NOWHERE/x"])
     (tmp_path / "file").write_text("")
-    for path in (str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json"):
+    for path in (str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json", "-"):
         with pytest.raises(ConfigError, match=r'--json = ".*": not a file in a folder that you may write to; name one'):
             module.build_parser().parse_known_args(["--json", path])
     module.build_parser().parse_known_args(["--json", "/dev/null"])

@@ -47,6 +47,13 @@ def plan(*words):
             return Done(2, out.getvalue(), f"error: {error}\n")
 
 
+def documented(command):
+    """The fields of its JSON by docs/planner.md."""
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    rows = page.partition(f"| field of `{command}` |")[2].partition("\n\n")[0].splitlines()[2:]
+    return {name for row in rows for name in re.findall("`(.*?)`", row.split("|")[1])}
+
+
 def test_predict_tells_time_and_memory(tmp_path):
     target = tmp_path / "plan.json"
     done = plan("predict", "--job.config_file", "train_configs/gpt_145b.toml", "--json", target)
@@ -55,6 +62,7 @@ def test_predict_tells_time_and_memory(tmp_path):
         assert word in done.stdout
     found = json.loads(target.read_text())["predict"]
     seconds = found["step_seconds"]
+    assert found.keys() == documented("predict")
     assert found["gpus"] == 1536
     assert sum(seconds.values()) == pytest.approx(2 * seconds["total"])
     assert found["step_seconds_low"] < seconds["total"] < found["step_seconds_high"]
@@ -166,6 +174,7 @@ def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
     done = plan("search", "--job.config_file", "train_configs/gpt_7.5b.toml", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(target.read_text())["search"]
+    assert found.keys() == documented("search")
     assert found["gpus"] == 8
     assert found["valid"] > found["too_large"] >= 0
     assert len(found["ranked"]) == 3

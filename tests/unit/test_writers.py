@@ -16,6 +16,7 @@ from titan_like.metrics.writers import (
     JsonLinesWriter,
     MLflowWriter,
     TensorBoardWriter,
+    build_writers,
     check_trackers,
     grouped,
 )
@@ -265,3 +266,39 @@ def test_tensorboard_has_the_same_keys_and_values(tmp_path):
     assert list(found) == [1, 2, 3]
     for item in RECORDS:  # TensorBoard keeps float32
         assert found[item.step] == pytest.approx(numbers(item), rel=2**-24, nan_ok=True)
+
+
+GONE = [(OSError(28, "No space left on device"), "No space left on device"), (RuntimeError("gone"), "gone")]
+STAND_INS = {  # the setting, what makes the tracker, and what sends figures to it
+    "tensorboard": ("torch.utils.tensorboard.SummaryWriter", "add_scalar"),
+    "wandb": ("wandb.init", "log"),
+    "mlflow": ("mlflow.tracking.MlflowClient", "log_batch"),
+}
+
+
+@pytest.mark.parametrize(("error", "reason"), GONE)
+@pytest.mark.parametrize("setting", STAND_INS)
+def test_a_tracker_that_goes_away_is_named_once_and_gets_nothing_more(
+    tmp_path, monkeypatch, capsys, setting, error, reason
+):
+    if setting == "mlflow":
+        pytest.importorskip("mlflow")
+    make, send = STAND_INS[setting]
+    stand_in = MagicMock(**{"return_value.starting_step": 0})
+    monkeypatch.setattr(make, stand_in)
+    monkeypatch.setattr("titan_like.metrics.writers._MLFLOW_SECONDS", -1.0)
+    config = JobConfig.model_validate({"metrics": {setting: True}, "job": {"dump_folder": str(tmp_path)}})
+    writers = build_writers(config, model_config(config.model), Layout(), 0, "ours")
+    for item in RECORDS:
+        for writer in writers:
+            write(writer, item)
+        if item.step == 1:
+            sent = getattr(stand_in.return_value, send)
+            sent.reset_mock()
+            sent.side_effect = error
+    for writer in writers:
+        writer.close()
+    assert sent.call_count == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(f" cannot be written ({reason}) and gets no more figures; metrics.jsonl has them")
+    assert [item["step"] for item in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]

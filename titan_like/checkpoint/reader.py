@@ -107,8 +107,7 @@ class TensorReader(FileSystemReader):
             return self._metadata
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
-        _check_places(metadata)
-        _check_pieces(metadata)
+        _check(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -153,16 +152,15 @@ def _is_as_written(archive: io.BytesIO) -> bool:
         return False
 
 
-def _check_places(metadata: Metadata) -> None:
-    """Check that every stored tensor is in a file of the same folder."""
+def _check(metadata: Metadata) -> None:
+    """Check that every stored tensor is in a file of the same folder, and that its pieces cover it.
+
+    A missing piece would silently stay uninitialised.
+    """
     for place in metadata.storage_data.values():
         name = getattr(place, "relative_path", None)
         if not isinstance(place, storage_info()) or not isinstance(name, str) or not is_file_name(name):
             raise pickle.UnpicklingError(f"checkpoint metadata names {name!r}, which is not a file in its folder")
-
-
-def _check_pieces(metadata: Metadata) -> None:
-    """Check that the pieces of each tensor cover it: a missing piece would silently stay uninitialised."""
     for name, tensor in metadata.state_dict_metadata.items():
         if isinstance(tensor, TensorStorageMetadata):
             pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in tensor.chunks}

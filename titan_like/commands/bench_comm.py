@@ -27,7 +27,7 @@ from titan_like.config.options import OptionParser, write_json
 from titan_like.metrics.timeline_plot import check_picture
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_expert_mesh, build_mesh
-from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES, Measurement
+from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES, Measurement, operation_on
 from titan_like.train.environment import check_meeting, environment_number, number_of_processes
 from titan_like.train.job import process_group
 from titan_like.train.setup import host_memory_bytes, select_device
@@ -132,29 +132,6 @@ def sharing_of(group: dist.ProcessGroup, per_node: int) -> int:
     """How many groups like this one use a node's links to others at the same time; 0 if this one stays in its node."""
     nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
     return 0 if len(set(nodes)) == 1 else per_node // nodes.count(nodes[0])
-
-
-def operation_on(name: str, buffer: torch.Tensor, spare: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """One run of an operation on ``buffer``, whose elements the group's size divides. ``spare`` is as large."""
-    n, rank = group.size(), group.rank()
-    if n == 1:
-        return lambda: None
-    part = spare[: buffer.numel() // n]
-    if name == "send_receive":
-        to, source = (dist.get_global_rank(group, (rank + step) % n) for step in (1, -1))
-
-        def exchange() -> None:
-            messages = [dist.P2POp(dist.isend, buffer, to, group), dist.P2POp(dist.irecv, spare, source, group)]
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()
-
-        return exchange
-    return {
-        "all_reduce": lambda: dist.all_reduce(buffer, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(buffer, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, buffer, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(spare, buffer, group=group),
-    }[name]
 
 
 def seconds_of(run: Callable[[], None], device: torch.device, budget: float) -> float:

@@ -38,9 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_number(
         "--max_shard_size", float, least=1e-6, most=1e6, default=5.0, metavar="GB", help="of a file (default: 5)"
     )
-    to_hf.add_argument(
-        "--tokenizer", type=tokenizer_option, help='a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
-    )
+    meaning = 'a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
+    to_hf.add_path("--tokenizer", meaning, "TOKENIZER", type=tokenizer_option)
     to_hf.add_argument(
         "--merge", action="store_true", help="of a run with adapters: merge them, instead of writing a PEFT folder"
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_like.config import load_config
-from titan_like.config.errors import boolean_of, require
+from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.config.paths import check_folder
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 _VALIDATION = "validation"  # as a task: the run's validation split and evaluation.sets
 _SECONDS_BETWEEN_LINES = 10
+_BOOL = ("true", "false")
 _SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-_OF_HARNESS = (
-    *("num_fewshot", "limit", "lm_eval_folder", "apply_chat_template", "system_instruction", "fewshot_as_multiturn"),
-    *("confirm_run_unsafe_code", "seed"),
+_OF_HARNESS = (  # as the harness's function calls them
+    *("num_fewshot", "limit", "apply_chat_template", "system_instruction", "fewshot_as_multiturn"),
+    "confirm_run_unsafe_code",
 )
 
 
@@ -46,18 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__, takes_settings=True)
     meaning = "a run's dump folder, or one of its checkpoints; the run's settings are in it (no --job.config_file)"
     parser.add_path("--checkpoint", meaning, "FOLDER", type=url_option)
-    parser.add_argument(
-        "--task",
-        metavar="NAME=PATH",
-        action="append",
-        help="a task and its file, or validation; may be repeated (default: what the run scores as it trains)",
-    )
-    parser.add_number(
-        "--stride",
-        int,
-        least=1,
-        help="tokens from one window of a text to the next (default: half of training.seq_len; all of it: disjoint)",
-    )
+    meaning = "a task and its file, or validation; may be repeated (default: what the run scores as it trains)"
+    parser.add_argument("--task", metavar="NAME=PATH", action="append", default=[], help=meaning)
+    meaning = "tokens from one window of a text to the next (default: half of training.seq_len; all of it: disjoint)"
+    parser.add_number("--stride", int, least=1, help=meaning)
     parser.add_argument("--lm_eval", metavar="TASKS", help="tasks of the evaluation harness, with commas between them")
     parser.add_path("--lm_eval_folder", "folder with YAML files of tasks", "FOLDER")
     parser.add_number("--num_fewshot", int, least=0, help="examples before each question of --lm_eval")
@@ -66,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--apply_chat_template", nargs="?", const=True, metavar="NAME", help=meaning)
     parser.add_argument("--system_instruction", metavar="TEXT", help="begins every prompt of --lm_eval")
     meaning = "examples are earlier turns of the conversation (default: true with --apply_chat_template)"
-    parser.add_argument("--fewshot_as_multiturn", nargs="?", const="true", metavar="BOOL", help=meaning)
+    parser.add_argument("--fewshot_as_multiturn", type=str.lower, nargs="?", choices=_BOOL, const="true", help=meaning)
     meaning = "let tasks of --lm_eval run what the model writes, on this machine"
     parser.add_argument("--confirm_run_unsafe_code", action="store_true", default=None, help=meaning)
     parser.add_number("--seed", int, least=0, help="seed of all that --lm_eval draws, as of lm-eval (default: its own)")
@@ -78,19 +71,17 @@ def check_options(options: argparse.Namespace) -> None:
     require(options.lm_eval != "", "--lm_eval", "", "names no task; give names with commas between them")
     problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
     require(not options.lm_eval or find_spec("lm_eval") is not None, "--lm_eval", options.lm_eval, problem)
-    for name in _OF_HARNESS:
+    for name in (*_OF_HARNESS, "lm_eval_folder", "seed"):
         value = getattr(options, name)
         require(value is None or options.lm_eval, f"--{name}", value, "is for --lm_eval only; add that or leave it out")
-    given, has_template = options.fewshot_as_multiturn, options.apply_chat_template is not None
-    options.fewshot_as_multiturn = has_template if given is None else boolean_of(given) == "true"
-    require(given is None or boolean_of(given), "--fewshot_as_multiturn", given, "must be true or false")
-    problem = "turns are for --apply_chat_template; add that, or leave it out"
-    require(has_template or not options.fewshot_as_multiturn, "--fewshot_as_multiturn", given, problem)
-    folder = options.lm_eval_folder
-    require(
-        not folder or os.path.isdir(folder), "--lm_eval_folder", folder, "is not a folder; name one with YAML files"
-    )
-    check_folder("--lm_eval_folder", Path(folder).rglob("*") if folder else ())
+    if (turns := options.fewshot_as_multiturn) is not None:
+        problem = "turns are for --apply_chat_template; add that, or leave it out"
+        require(turns == "false" or options.apply_chat_template, "--fewshot_as_multiturn", turns, problem)
+        options.fewshot_as_multiturn = turns == "true"
+    if folder := options.lm_eval_folder:
+        problem = "is not a folder; name one with YAML files"
+        require(os.path.isdir(folder), "--lm_eval_folder", folder, problem)
+        check_folder("--lm_eval_folder", Path(folder).rglob("*"))
 
 
 def main(argv: list[str]) -> int:
@@ -108,7 +99,7 @@ def main(argv: list[str]) -> int:
     config = config or config_of_checkpoint(options.checkpoint, settings)
     # Refuse what cannot be scored before weights are looked for.
     shape = model_config(config.model)
-    key, specs = "--task", options.task or []
+    key, specs = "--task", options.task
     if not specs and not options.lm_eval:
         key, specs = "evaluation.datasets", [*config.evaluation.datasets]
         specs += [_VALIDATION] if config.evaluation.interval else []
@@ -192,20 +183,17 @@ def score(
         mesh = build_mesh(layout, device.type)
         model = load_parallel_model(config, path, mesh, device)
         progress = progress_of if os.environ.get("RANK", "0") == "0" else None
-        results = run_tasks(tasks, Scorer(config, model, mesh, device), progress)
-        results |= score_held_out(config, shape, layout, model, mesh) if validates else {}
+        scorer = Scorer(config, model, mesh, device)
+        results = run_tasks(tasks, scorer, progress)
+        results |= score_held_out(scorer) if validates else {}
         if not names:
             return results, {}
-        template = options.apply_chat_template
-        given: dict[str, Any] = {"template": template if isinstance(template, str) else None}
-        given |= {} if options.seed is None else {"seed": options.seed}
+        arguments = dict.fromkeys(_SEEDS, options.seed) | {name: getattr(options, name) for name in _OF_HARNESS}
+        given = {name: value for name, value in arguments.items() if value is not None}
+        template, seed = options.apply_chat_template, options.seed
         ends, generation = stop_ids(tokenizer, path), generation_fields(path)
-        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, ends, generation, **given)
-        arguments = {name: getattr(options, name) for name in ("system_instruction", "fewshot_as_multiturn")}
-        arguments |= {"apply_chat_template": template is not None, "confirm_run_unsafe_code": runs_code}
-        if options.seed is not None:
-            arguments |= dict.fromkeys(_SEEDS, options.seed)
-        return results, run_harness(harness_model, names, manager, options.num_fewshot, options.limit, **arguments)
+        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, ends, generation, template, seed)
+        return results, run_harness(harness_model, names, manager, **given)
 
 
 def progress_of(name: str) -> Progress:

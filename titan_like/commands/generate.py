@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
 _EXAMPLE = "190475083621"  # an answer that no conversation has
-_OF_TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # where generation_config.json samples but says none
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> int:
     from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
     from titan_like.data.tokenizer import ByteTokenizer, decode_after, tokenizer_of
     from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
-    from titan_like.evaluate.sampling import generation_fields, stop_ids
+    from titan_like.evaluate.sampling import SAMPLING, generation_fields, stop_ids
     from titan_like.models.registry import model_config
 
     config = config or config_of_checkpoint(options.checkpoint, settings)
@@ -72,11 +71,10 @@ def main(argv: list[str]) -> int:
     path = find_checkpoint(config)
     tokenizer = tokenizer_of(config.data)
     ends, fields = stop_ids(tokenizer, path), generation_fields(path) if options.chat else {}
-    for name, default in (_OF_TRANSFORMERS if fields.get("do_sample") else _SAMPLING).items():
+    defaults = SAMPLING | fields if fields.get("do_sample") else _SAMPLING
+    for name in _SAMPLING:
         if getattr(options, name) is None:
-            setattr(
-                options, name, fields[name] if fields.get("do_sample") and fields.get(name) is not None else default
-            )
+            setattr(options, name, defaults[name])
     require(options.chat or options.system is None, "--system", options.system, "is for --chat; add that")
     if options.chat:
         require(model.is_causal, "--chat", True, "is for models that continue a text; leave it out")
@@ -117,15 +115,12 @@ def sample(
     encoder_tokens: list[int] | None = None,
 ) -> list[int]:
     """Tokens after the prompt, until one of ``ends``; in one process or, under torchrun, in the run's layout."""
-    encoder_len = None if encoder_tokens is None else len(encoder_tokens)
-    with opened(config, path, len(prompt) + options.max_new_tokens, encoder_len) as continue_prompt:
+    with opened(config, path, len(prompt) + options.max_new_tokens, len(encoder_tokens or [])) as continue_prompt:
         return continue_prompt(prompt, ends, options, encoder_tokens=encoder_tokens)
 
 
 @contextmanager
-def opened(
-    config: JobConfig, path: Path, max_tokens: int, encoder_len: int | None = None
-) -> Iterator[Callable[..., list[int]]]:
+def opened(config: JobConfig, path: Path, max_tokens: int, encoder_len: int = 0) -> Iterator[Callable[..., list[int]]]:
     """What continues prompts by the model of a checkpoint, to at most ``max_tokens``."""
     import torch
 
@@ -152,13 +147,12 @@ def opened(
         return
     config, shape, layout = resolve_for_inference(config, world_size)
     device = select_device(config.training.dtype)
-    if encoder_len is not None:  # the prompt's length need not divide evenly, and weights are split the same way
+    if encoder_len:  # the prompt's length need not divide evenly, and weights are split the same way
         config = edit(config, {"parallelism.sequence_parallel": False})
     with process_group(device):
         mesh = build_mesh(layout, device.type)
         parts = load_parallel_model(config, path, mesh, device)
-        most = min(shape.max_seq_len, max_tokens)
-        model = ParallelInference(config, parts, mesh, device, most, encoder_len or 0)
+        model = ParallelInference(config, parts, mesh, device, min(shape.max_seq_len, max_tokens), encoder_len)
         yield continue_prompt
 
 
@@ -187,7 +181,7 @@ def chat(
     with opened(config, path, sys.maxsize) as continue_prompt:
         if is_first:
             print(f"[{path}]", file=sys.stderr)
-        while (message := read_message() if options.prompt is None else options.prompt) is not None:
+        for message in iter(read_message, None) if options.prompt is None else [options.prompt]:
             messages.append({"role": "user", "content": message})
             try:
                 text = write(messages, add_generation_prompt=True)
@@ -204,8 +198,6 @@ def chat(
             if begins and tokenizer.special_ids.intersection(opening):
                 tokens = tokens[begins[-1] + len(opening) :]
             messages.append({"role": "assistant", "content": tokenizer.decode(tokens)})
-            if options.prompt is not None:
-                break
     return messages
 
 

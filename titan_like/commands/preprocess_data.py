@@ -32,12 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__)
     parser.add_path("--input", "files, folders or glob patterns", nargs="+", required=True)
     parser.add_path("--output", "path of the dataset, without .bin and .idx", "PREFIX", required=True)
-    parser.add_argument(
-        "--tokenizer",
-        type=tokenizer_option,
-        default="byte",
-        help='as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub',
-    )
+    meaning = 'as data.tokenizer: "byte" (the default), a tokenizer.json, gpt2:…, or a name of the hub'
+    parser.add_path("--tokenizer", meaning, "TOKENIZER", type=tokenizer_option, default="byte")
     for name in ("bos", "eod_token", "split_special_tokens"):
         field = Data.model_fields[name]
         choices = {"bos": ["auto", "always", "never"], "split_special_tokens": ["true", "false"]}.get(name)

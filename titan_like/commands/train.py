@@ -15,12 +15,7 @@ from titan_like.train.signals import StopSignals
 
 
 def main(argv: list[str], signals: StopSignals | None = None) -> int:
-    """Load and check the configuration, then train.
-
-    Args:
-        argv: the command line without the program's name.
-        signals: the handlers that are installed already; None installs them once the process group exists.
-    """
+    """Load and check the configuration, then train. ``signals`` are the handlers if they are installed already."""
     from titan_like.config import ConfigError, load_config
     from titan_like.config.options import OptionParser
 

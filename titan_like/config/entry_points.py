@@ -80,11 +80,7 @@ def load_entry(key: str, entry: EntryPoint) -> Any:
 
 
 def read_flavors(package: str) -> dict[str, dict[str, Any]]:
-    """Read the flavors.toml of a family's package: flavor name → fields.
-
-    Raises:
-        OSError, ValueError: it cannot be read.
-    """
+    """Read the flavors.toml of a family's package: flavor name → fields."""
     return tomli.loads(resources.files(package).joinpath("flavors.toml").read_text(encoding="utf-8"))
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from titan_like.config.synonyms import key_of
 
 _MOST_SHOWN = 200  # characters of a value
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk without room
 NEXT_LINE = "\n       "  # aligned with what follows "error: "
 
 
@@ -36,10 +37,7 @@ class ConfigError(ValueError):
 
 
 def require(condition: object, key: str, value: object, cure: str) -> None:
-    """Refuse the setting ``key``, which is to raise a `ConfigError`, unless a rule of the configuration holds.
-
-    ``cure`` says what is wrong and what to change.
-    """
+    """Raise a `ConfigError` about setting ``key`` unless a rule holds. ``cure``: what is wrong and what to change."""
     if not condition:
         raise ConfigError(key, value, cure)
 
@@ -78,8 +76,7 @@ def _with_message(key: str, message: str) -> ConfigError:
 
 def cure_of_writing(error: OSError, then: str = "or name another folder") -> str:
     """What to do about a file that could not be written; ``then`` follows the advice to make room."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return f"make room, {then}" if is_full else "name a place that you may write to"
+    return f"make room, {then}" if error.errno in FULL else "name a place that you may write to"
 
 
 def first_line(error: BaseException) -> str:

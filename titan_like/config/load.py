@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import json
 import os
 import shlex
@@ -26,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from titan_like import __version__
 from titan_like.config.entry_points import START, names_of, wrong_names
 from titan_like.config.errors import (
+    FULL,
     ConfigError,
     RunError,
     all_of,
@@ -111,7 +111,6 @@ _SECONDS_FOR_RANK_0 = 10
 _VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
 # A full disk, or an error about a file that is not the package's, is the user's to put right. Any other error is a bug,
 # which shows its traceback.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -154,9 +153,6 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
     stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. What stdout's encoding
     lacks becomes question marks.
-
-    Raises:
-        SystemExit: always, with the exit code.
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # Python found the descriptor closed
     if isinstance(sys.stdout, TextIOWrapper):
@@ -175,7 +171,7 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except OSError as error:
-        is_full, file = error.errno in _FULL, str(error.filename or "")
+        is_full, file = error.errno in FULL, str(error.filename or "")
         if not is_full and (not file or file.startswith(_PACKAGE)):
             raise
         place = f"{shortened(printable(file))}: " if file else ""
@@ -220,10 +216,8 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
     """``--section.key value`` and ``--section.key=value`` → {"section.key": value}.
 
     A value that is valid TOML (a number, boolean, list or table) is parsed; anything else is a plain string. A key
-    without a value is true, several values make a list, and ``none`` unsets a key whose default is no value.
-
-    Raises:
-        ConfigError: words that belong to no key.
+    without a value is true, several values make a list, and ``none`` unsets a key whose default is no value. Words that
+    belong to no key are refused.
     """
     overrides, errors = _read_overrides(argv)
     if errors:

@@ -35,9 +35,7 @@ def as_installed(text: str) -> str:
 class OptionParser(argparse.ArgumentParser):
     """Reports a wrong option as a ConfigError, in one sentence like every other error. Options are not abbreviated.
 
-    Args:
-        takes_settings: whether settings of the run may stand among the options. Such a command also has --json.
-        parts: as for `argparse.ArgumentParser`.
+    With ``takes_settings``, settings of the run may stand among the options, and there is --json.
     """
 
     def __init__(self, *, takes_settings: bool = False, **parts: Any) -> None:
@@ -82,9 +80,8 @@ class OptionParser(argparse.ArgumentParser):
         option, colon, problem = message.removeprefix("argument ").partition(": ")
         if not colon:  # about no option in particular
             option, problem = "", message
-        raise ConfigError(
-            "command line", option or None, f"{shortened(printable(problem))}; {self.prog} --help says more"
-        )
+        problem = f"{shortened(printable(problem))}; {self.prog} --help says more"
+        raise ConfigError("command line", option or None, problem)
 
 
 def _option(expand: Callable[[str], str], text: str) -> str:
@@ -109,16 +106,11 @@ url_option = partial(_option, partial(expanded, takes_urls=True))  # a path or a
 
 
 def check_output_file(option: str, path: str | None) -> None:
-    """Refuse a file that cannot be written, before any work is done.
-
-    Raises:
-        ConfigError: the path is a folder, or in a folder that does not exist or is not writable; or the file is there
-            and is no JSON.
-    """
+    """Before any work is done, refuse a file that cannot be written, and for --json an earlier one that is no JSON."""
     if path is None:
         return
     parent = Path(path).parent
-    is_writable = not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
+    is_writable = path != "-" and not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
     require(is_writable, option, path, "not a file in a folder that you may write to; name one")
     may_replace = option != "--json" or path.endswith(".json") or not os.path.isfile(path)
     require(may_replace, option, path, "is there already and is no result; name another file")

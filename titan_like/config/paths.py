@@ -140,11 +140,7 @@ def find_config(path: str) -> str:
 
 
 def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, not UTF-8 or not TOML; ``key`` is the setting that names it.
-    """
+    """Parse a TOML file; a `ConfigError` if that is not possible. ``key`` is the setting that names it."""
     text = ""
 
     def refusal(problem: str) -> ConfigError:

@@ -32,11 +32,7 @@ def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
 
 
 def collate(samples: Sequence[B]) -> B:
-    """Stack samples.
-
-    Raises:
-        RunError: they have different fields.
-    """
+    """Stack samples. Raises a `RunError` if they have different fields."""
 
     def stack(*values: Any) -> Any:
         first = values[0]

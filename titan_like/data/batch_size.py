@@ -35,8 +35,7 @@ def check_length(training: Training) -> None:
 def in_samples(training: Training, epoch: int) -> Training:
     """Settings with ``samples``, at least one, in place of ``epochs``, given the samples of an ``epoch`` (0: unknown).
 
-    The run takes as many steps as hold all of them, as with Hugging Face's Trainer: the next epoch's first samples fill
-    up the last batch.
+    As with Hugging Face's Trainer, the next epoch's first samples fill up the last batch.
     """
     if training.epochs is None or not epoch:
         return training

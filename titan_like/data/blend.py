@@ -45,10 +45,7 @@ class Phase(NamedTuple):
 
 
 def shares_of(paths: Sequence[str | float]) -> list[Share]:
-    """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources; without weights, one.
-
-    Raises a `ConfigError` if some weights are missing, or not positive numbers.
-    """
+    """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources; without weights, one."""
     names = [path for path in paths if isinstance(path, str)]
     problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
     if len(names) == len(paths):
@@ -76,10 +73,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float], seed: int, num_readers: int = 1) -> None:
-        """``weights`` are positive; only their ratios count.
-
-        Raises a `ValueError` if a weight is so small that its source would never be drawn.
-        """
+        """``weights`` are positive; only their ratios count. A `ValueError` if one is too small to be drawn at all."""
         self.num_readers, self._seed = num_readers, seed
         self._slots = -(-BLOCK // self.num_readers)  # per reader and block
         total = self._slots * self.num_readers * PERIOD
@@ -194,8 +188,7 @@ def count_reversed(k: int, least: int) -> int:
 
 
 class BlendedSource(Source):
-    """A blend of one split of several sources. In training each goes through its own epochs; a source that ends begins
-    its next one, in another order.
+    """A blend of one split of several sources. In training, a source that ends begins its next epoch, in another order.
 
     Where a run changes its blend, a source that stays gives next what it would have given next.
     """
@@ -206,10 +199,7 @@ class BlendedSource(Source):
     def __init__(
         self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None], num_readers: int = 1
     ) -> None:
-        """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples.
-
-        Raises a `ConfigError` if a source is empty or named twice, or has a weight so small that it is never drawn.
-        """
+        """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples."""
         super().__init__(request)
         # Outside training, a source without a sample leaves its share to the others.
         present = [number for number, source in enumerate(sources) if len(source) or request.split == "train"]
@@ -251,7 +241,7 @@ class BlendedSource(Source):
 
     def go_on(self, phases: Sequence[Phase]) -> None:
         """Continue after the earlier ``phases`` of a run, of which this blend is the last."""
-        (start, *_), seed, readers = phases, self.request.seed, self.blend.num_readers
+        start, seed, readers = phases[0], self.request.seed, self.blend.num_readers
         taken: dict[tuple[str, int], list[int]] = {}  # by reader
         for phase, after in pairwise(phases):
             counts = Blend(phase.shares, seed, readers).taken(phase.first, after.first)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
-from titan_like.config.schema import TokenOptions
+from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat_records import MESSAGE_KEYS, Conversation, read_conversation
 from titan_like.data.chat_spans import Rendering, Span
 from titan_like.data.raw_text import BadRecord
@@ -46,11 +46,7 @@ _THOUGHTS = {"reasoning_content", "thinking", "reasoning"}  # names of one field
 
 
 def read_template(spec: str) -> Any:
-    """transformers' tokenizer of the folder or repository whose tokenizer.json `data.tokenizer` names; None if that has
-    no chat template.
-
-    Raises a `ConfigError` if transformers is not installed, or cannot read the folder.
-    """
+    """transformers' tokenizer of the folder or repository that `data.tokenizer` names; None without a chat template."""
     file = None if is_on_hub(spec) else next(iter(tokenizer_files(spec)), Path())
     if file is not None and file.name != TOKENIZER_FILE:
         return None
@@ -70,19 +66,13 @@ class Chat:
     ``unread`` counts what records say and no one reads, such as fields of messages that the template does not know.
     """
 
-    def __init__(
-        self, spec: str, tokenizer: Tokenizer | None = None, template_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """``template_kwargs``: variables for the template, as `data.chat_template_kwargs`; a record's come first."""
-        self.tokenizer, self.template = tokenizer or build_tokenizer(spec), read_template(spec)
-        self.unread: Counter[str] = Counter()
-        self._kwargs = template_kwargs or {}
+    def __init__(self, spec: str, options: TokenOptions = DEFAULT_TOKENS, template_kwargs: Any = None) -> None:
+        """``template_kwargs``: as `data.chat_template_kwargs`; a record's come first."""
+        self.tokenizer, self.template = build_tokenizer(spec, options=options), read_template(spec)
+        self.unread, self._kwargs = Counter[str](), template_kwargs or {}
 
     def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a record and whether each belongs to an answer: int64 and bool [tokens].
-
-        Raises a `BadRecord` if it is no conversation, has no answer, or the template does not fit it.
-        """
+        """The tokens of a record and whether each belongs to an answer: int64 and bool [tokens]; or a `BadRecord`."""
         conversation = read_conversation(record)
         if not any(conversation.learned):
             raise BadRecord('the record has no "assistant" that answers and is learned')
@@ -100,14 +90,12 @@ class Chat:
         return tokens, is_answer
 
     def _by_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a prompt with its answer and whether each belongs to the answer: int64 and bool [tokens]."""
         tokens, _, ends = self.tokenizer.encode_with_places(prompt + answer)
         first, end = self.tokenizer.first_ids, self.tokenizer.eod_id
         is_answer = np.array([*[False] * len(first), *(ends > len(prompt)), True])
         return np.array([*first, *tokens, end], dtype=np.int64), is_answer
 
     def _by_template(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a conversation and whether each belongs to an answer: int64 and bool [tokens]."""
         learned = [number for number, is_learned in enumerate(conversation.learned) if is_learned]
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -193,5 +181,5 @@ class _Tokens:
 
 @lru_cache(maxsize=1)
 def build_chat(spec: str, options: TokenOptions, template: str, template_kwargs: str) -> Chat:
-    """The `Chat` of a tokenizer with this template, and the JSON text of variables for it. A process keeps the last."""
-    return Chat(spec, build_tokenizer(spec, options=options), json.loads(template_kwargs))
+    """The `Chat` of a tokenizer that has this template. A process keeps the last one."""
+    return Chat(spec, options, json.loads(template_kwargs))

@@ -50,12 +50,10 @@ class Conversation:
 
 
 def read_conversation(record: Any) -> Conversation:
-    """The conversation of a record.
-
-    Raises:
-        BadRecord: the record has none of the forms above.
-    """
+    """The conversation of a record. Raises a `BadRecord` if it has none of the forms above."""
     texts, num_given = None, 0
+    if isinstance(record, BadRecord):
+        raise record
     if isinstance(record, dict):
         record = {key: value for key, value in record.items() if value is not None}
         lists = [_json_messages(record.get(key)) for key in ("prompt", "completion")]
@@ -73,13 +71,12 @@ def read_conversation(record: Any) -> Conversation:
             raise BadRecord('the record has no "messages", "conversations", or "prompt" with "answer" or "completion"')
     messages = _parsed(messages, list, "the messages are no list")
     read = [_message(message, number) for number, message in enumerate(messages, start=1)]
-    is_learned = [n >= num_given and message["role"] == "assistant" for n, message in enumerate(read)]
     for name in _LEARNED.keys() & record.keys():
         flags = record[name] if isinstance(record[name], list) else [record[name]] * len(read)
         if len(flags) != len(read):
             raise BadRecord(f'"{name}" has {len(flags)} values for {len(read)} messages; give one for each')
         read = [{name: flag} | message for message, flag in zip(read, flags, strict=True)]
-    is_learned = [is_answer & _is_learned(m) for m, is_answer in zip(read, is_learned, strict=True)]
+    is_learned = [_is_learned(m) and n >= num_given and m["role"] == "assistant" for n, m in enumerate(read)]
     read = [{key: value for key, value in message.items() if key not in _LEARNED} for message in read]
     tools, system = record.get("tools") or None, record.get("system")
     if isinstance(system, str) and system and read and read[0]["role"] != "system":

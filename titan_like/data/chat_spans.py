@@ -2,14 +2,12 @@
 
 A model trains on the rendering of the whole conversation, with all that the template changes in earlier turns: Qwen3
 and gpt-oss drop thoughts, Mistral moves tools to the last question. Renderings of its beginnings need not begin that
-text, so they are never compared whole. Instead, copies of the messages are rendered with a mark at the end of every
-text, and what follows a mark is compared:
+text. So copies of the messages are rendered with a mark at the end of every text, and what follows is compared:
 
 - A text whose mark is not in the rendering is one that the template leaves out.
 - An answer begins where what follows the previous message no longer agrees with the prompt that the template writes for
   the answer (``add_generation_prompt``). That prompt may go further than the text: DeepSeek-R1's opens a thought.
-- An answer ends where what follows it no longer agrees with a conversation that ends with it. All that belongs to the
-  next message, its header above all, comes after that.
+- An answer ends where what follows it no longer agrees with a conversation that ends with it.
 
 Places are counted from the end of the text: a mark may change what is written before it, but not after.
 """
@@ -21,9 +19,9 @@ import os
 import re
 import secrets
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from titan_like.config.errors import first_line
@@ -36,6 +34,7 @@ _STEM = "1" + "".join(secrets.choice("23456789") for _ in range(11))
 _MARK = re.compile(_STEM + r"\d{9}")
 _RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
 _EXAMPLE = {"role": "user", "content": "a"}
+_ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}  # what most templates call OpenAI's and Llama's
 _NO_QUESTION = ("system", "developer", "assistant")  # after their messages no model is asked for an answer
 _CURE = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
 
@@ -50,28 +49,22 @@ class Span(NamedTuple):
 
 
 class Rendering:
-    """What a chat template writes for a conversation."""
+    """What a chat template writes for a conversation; a `BadRecord` if it leaves out a text or hides an answer."""
 
     def __init__(self, write: Callable[..., str], messages: list[Message], encode: Callable[[str], Any]) -> None:
-        """``write`` renders messages, and ``encode`` gives the tokens of a text and where each begins and ends.
-
-        Raises a `BadRecord` if the template refuses the messages, or leaves out the text of one.
-        """
+        """``write`` renders messages, and ``encode`` gives the tokens of a text and where each begins and ends."""
         self._write, self._encode = write, encode
         self.messages, self._whole, self.left_out = _fitting(write, messages)
         self.text = write(self.messages)
         self._is_exact = _MARK.sub("", self._whole) == self.text  # the marks changed nothing
 
     def span(self, number: int) -> Span | None:
-        """The answer that is message ``number``; None if it is empty, and the template writes nothing for it.
-
-        Raises a `BadRecord` if it cannot be found.
-        """
+        """The answer that is message ``number``; None if it is empty, and the template writes nothing for it."""
         _, begin, rest = self._agreement(number, asks=True)
         message = self.messages[number]
         content = str(message.get("content") or "").strip()
         if rest.strip() and "think" not in rest.casefold():
-            if not content and not _calls(message):
+            if not content and "tool_calls" not in message:
                 return None
             if not self.text[begin:].lstrip().startswith(content):
                 problem = "an answer does not begin with what the chat template gives the model to begin it"
@@ -90,15 +83,14 @@ class Rendering:
     def after_end(self) -> str:
         """What the template writes after the text if another message follows."""
         last = len(self.messages) - 1
-        following = _EXAMPLE | {"role": "tool"} if _calls(self.messages[last]) else _EXAMPLE
-        marked, marks = _with_marks(self.messages, last)
-        tail = _after(self._write([*marked, following]), marks[-1]) or ""
+        following = _EXAMPLE | {"role": "tool"} if "tool_calls" in self.messages[last] else _EXAMPLE
+        marked, mark = _with_mark(self.messages, last)
+        tail = _after(self._write([*marked, following]), mark) or ""
         return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
 
     def _agreement(self, answer: int, asks: bool) -> tuple[int, int, str]:
         """Compare what follows the message before an answer with the end of a prompt (``asks``), or what follows the
-        answer with the end of a conversation: where that message's text ends, where the two part, and what the end goes
-        on with.
+        answer with the end of a conversation: where its text ends, where the two part, and how the end continues.
         """
         messages, is_exact = self.messages, self._is_exact
         if answer == 0 or messages[answer - 1]["role"] in _NO_QUESTION:
@@ -107,10 +99,9 @@ class Rendering:
             messages, is_exact = [*messages[:answer], _EXAMPLE, *messages[answer:]], False
             answer += 1
         number = answer - 1 if asks else answer
-        marked, marks = _with_marks(messages, number)
-        is_exact = is_exact and marks[-1] in self._whole
-        tail = _after(self._whole if is_exact else self._write(marked), marks[-1])
-        end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), marks[-1])
+        marked, mark = _with_mark(messages, number)
+        tail = _after(self._whole if is_exact and mark in self._whole else self._write(marked), mark)
+        end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), mark)
         if tail is None or end is None:
             raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_CURE}")
         shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
@@ -123,10 +114,10 @@ class Rendering:
         return text_end, text_end + shared, end[shared:]
 
 
-def _with_marks(messages: list[Message], number: int) -> tuple[list[Message], list[str]]:
-    """Messages of which one has marks, and its marks."""
+def _with_mark(messages: list[Message], number: int) -> tuple[list[Message], str]:
+    """Messages of which one has marks, and the last of these."""
     message, marks = _mark(messages[number], number, is_empty_marked=True)
-    return [*messages[:number], message, *messages[number + 1 :]], marks
+    return [*messages[:number], message, *messages[number + 1 :]], marks[-1]
 
 
 def _after(text: str, mark: str) -> str | None:
@@ -135,37 +126,51 @@ def _after(text: str, mark: str) -> str | None:
 
 
 def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[Message], str, int]:
-    """The messages in a form that the template can write, their marked rendering, and how many texts next to calls it
-    leaves out. They change only if the template leaves out a text, or fails, and a change can help.
+    """The messages in the first form that the template can write, their marked rendering, and how many texts next to
+    calls it leaves out.
     """
     refused, lacking = "", ""
-    changes: list[Callable[[Message], Message]] = [lambda message: message, _with_joined_parts, _with_known_role]
-    contents = [partial(_with_content, content) for content in ("", None)]  # the latter is DeepSeek's sign of calls
-    changes += [change for content in contents for change in (_with_other_arguments, content)] + [_with_other_arguments]
-    for change in changes:
-        changed = [change(message) for message in messages]
-        if (refused or lacking) and changed == messages:
-            continue
-        messages = changed
-        marked = [_mark(message, number) for number, message in enumerate(messages)]
+    for form in _forms(messages):
+        marked, marks = zip(*(_mark(message, number) for number, message in enumerate(form)), strict=True)
         try:
-            whole = write([message for message, _ in marked])
+            whole = write(list(marked))
         except Exception as error:  # a template may raise anything
             refused = f"the chat template refuses the record ({first_line(error)})"
             continue
-        left_out = [[mark not in whole for mark in marks] for _, marks in marked]
-        num_calls = [len(_calls(message)) for message in messages]
-        # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
-        pairs = enumerate(zip(left_out, num_calls, strict=True))
-        lost = [n for n, (lacks, calls) in pairs if any(lacks[-calls:] if calls else lacks)]
-        texts = "\n".join(str(message.get("content")) for message in messages)
-        lost += [n for n, m in enumerate(messages) if any(_is_misprinted(call, whole, texts) for call in _calls(m))]
-        number = 0 if _RAW in whole else next(iter(lost), None)
-        if number is None:
-            return messages, whole, sum(map(any, left_out))
-        role, text = messages[number]["role"], " ".join(str(messages[number].get("content") or "a call").split())
+        texts = "\n".join(str(message.get("content")) for message in form)
+        is_lost = [_RAW in whole or _is_lost(*pair, whole, texts) for pair in zip(form, marks, strict=True)]
+        if not any(is_lost):
+            return form, whole, sum(any(mark not in whole for mark in marks_of_message) for marks_of_message in marks)
+        message = form[is_lost.index(True)]
+        role, text = message["role"], " ".join(str(message.get("content") or "a call").split())
         lacking = f'the chat template leaves out what a message with the role "{role}" says ("{text[:40]}")'
     raise BadRecord(lacking or refused)
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """The messages, and then forms of them for templates that do not write them as they are."""
+    yield messages
+    yield (messages := list(map(_with_joined_parts, messages)))
+    yield (messages := [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages])
+    contents: tuple[Message, ...] = {}, {"content": ""}, {"content": None}  # next to calls; the last is DeepSeek's
+    for content, change in product(contents, (lambda arguments: arguments, _other_arguments)):
+        yield [_with_calls(message, content, change) if "tool_calls" in message else message for message in messages]
+
+
+def _is_lost(message: Message, marks: list[str], whole: str, texts: str) -> bool:
+    """Whether a template leaves out a message's text, or the name of a call, or misprints a call's arguments: as quoted
+    JSON text, or as Python prints an object, where these are in none of the ``texts``.
+    """
+    calls = message.get("tool_calls", [])
+    # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
+    if any(mark not in whole for mark in marks[-len(calls) :]):
+        return True
+    for arguments in (call["function"].get("arguments") for call in calls):
+        text, printed = json.dumps(arguments, ensure_ascii=False), str(arguments)
+        wrong = text if isinstance(arguments, str) else printed
+        if text != printed and whole.count(wrong) > texts.count(wrong):
+            return True
+    return False
 
 
 def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple[Message, list[str]]:
@@ -187,7 +192,7 @@ def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple
             return part
         return mark(text) if text is part else part | {key: mark(text), "raw": _RAW}
 
-    content, calls = message.get("content"), _calls(message)
+    content, calls = message.get("content"), message.get("tool_calls")
     message = dict(message)
     if isinstance(content, list):
         message["content"] = list(map(mark_part, content))
@@ -204,18 +209,6 @@ def _changed(call: dict[str, Any], key: str, change: Callable[[Any], Any]) -> di
     return call | {"function": function | {key: change(function[key])}} if key in function else call
 
 
-def _is_misprinted(call: dict[str, Any], whole: str, texts: str) -> bool:
-    """Whether a call's arguments are quoted JSON text, or an object as Python prints it, apart from those in texts."""
-    arguments = call["function"].get("arguments")
-    text, printed = json.dumps(arguments, ensure_ascii=False), str(arguments)
-    wrong = text if isinstance(arguments, str) else printed
-    return text != printed and whole.count(wrong) > texts.count(wrong)
-
-
-def _calls(message: Message) -> list[dict[str, Any]]:
-    return message.get("tool_calls") or []
-
-
 def _with_joined_parts(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
@@ -229,27 +222,16 @@ def _with_joined_parts(message: Message) -> Message:
     return message | {"content": "".join(texts)}
 
 
-def _with_known_role(message: Message) -> Message:
-    """OpenAI's and Llama's other names of roles, which most templates do not know."""
-    names = {"developer": "system", "function": "tool", "ipython": "tool"}
-    return message | {"role": names.get(message["role"], message["role"])}
+def _with_calls(message: Message, content: Message, change: Callable[[Any], Any]) -> Message:
+    """A message with this content, if it has none, and with changed arguments of its calls."""
+    content = content | ({"content": message["content"]} if message.get("content") else {})
+    return message | content | {"tool_calls": [_changed(call, "arguments", change) for call in message["tool_calls"]]}
 
 
-def _with_content(content: str | None, message: Message) -> Message:
-    """What some templates need next to calls. Their arguments get the form again that was given."""
-    message = _with_other_arguments(message)
-    return message | {"content": message.get("content") or content} if _calls(message) else message
-
-
-def _with_other_arguments(message: Message) -> Message:
-    """Arguments of calls as JSON text, which is OpenAI's form, or as an object if they are text."""
-
-    def other(arguments: Any) -> Any:
-        if not isinstance(arguments, str):
-            return json.dumps(arguments, ensure_ascii=False)
-        with suppress(ValueError):
-            return parse_json(arguments)
-        return arguments
-
-    calls = [_changed(call, "arguments", other) for call in _calls(message)]
-    return message | {"tool_calls": calls} if calls else message
+def _other_arguments(arguments: Any) -> Any:
+    """Arguments of a call as JSON text, which is OpenAI's form, or as an object if they are text."""
+    if not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    with suppress(ValueError):
+        return parse_json(arguments)
+    return arguments

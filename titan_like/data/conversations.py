@@ -24,11 +24,7 @@ class ConversationSource(Source):
     """One split of the conversations."""
 
     def __init__(self, request: DataRequest) -> None:
-        """Open the conversations, or tokenize them into the cache, and pack them.
-
-        Raises a `ConfigError` if a file is missing or unreadable, a line is no conversation with an answer, or the
-        tokenizer does not fit the model.
-        """
+        """Open the conversations, or tokenize them into the cache, and pack them."""
         super().__init__(request)
         section, size = request.section, request.seq_len
         split = split_range(split_weights(section.split), request.split)
@@ -82,10 +78,7 @@ class ConversationSource(Source):
 
 
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Best-fit decreasing: the numbers of the items in each bin of ``size``, for items of these lengths.
-
-    Among equal items the first comes first, and so does the first of equally full bins.
-    """
+    """Best-fit decreasing: the numbers of the items in each bin. Of equal items or bins the first comes first."""
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # room in a bin, and its number; sorted
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):

@@ -23,10 +23,7 @@ _SMALL = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 
 
 def local_paths(paths: Sequence[str], cache: Path) -> list[str]:
-    """The paths of `data.paths`, with local copies in ``cache`` in place of URLs and their patterns.
-
-    Raises a `ConfigError` if a URL means no file, or cannot be read.
-    """
+    """The paths of `data.paths`, with local copies in ``cache`` in place of URLs and their patterns."""
     local: list[str] = []
     for name in paths:
         prefix = name.removesuffix(".idx").removesuffix(".bin")  # either file of an indexed dataset means both
@@ -46,9 +43,8 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
     """Copy what URLs, or patterns of them, name: files, and folders with everything below. Returns the copies.
 
     They are in ``cache``, or else the user's. The processes of a node share them. What the server says of the files'
-    versions names their folder, so a changed file is copied anew, and an interrupted copy goes on.
-
-    Raises a `ConfigError` about the setting ``key`` if the storage cannot be read, or a file changes meanwhile.
+    versions names their folder, so a changed file is copied anew, and an interrupted copy goes on. Errors blame the
+    setting ``key``.
     """
     url = RemotePath(patterns[0])
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_like" / "data_cache"

@@ -44,9 +44,8 @@ _MOST_NAMED = 6  # files in a line of the log
 def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train") -> list[Path]:
     """The files that paths mean, each once; from folders with several splits, the files of ``split``.
 
-    Only records are wanted if ``no_text`` says what is wrong with text.
-
-    Raises a `ConfigError` if a path means no file, or one that cannot be read; ``key`` is the setting to blame.
+    Raises a `ConfigError` about the setting ``key`` if a path means no file, or one that cannot be read, or that holds
+    text where ``no_text`` says what is wrong with that.
     """
     files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS, split)
     for path in files:
@@ -62,10 +61,7 @@ def find_files(paths: list[str], key: str, no_text: str = "", split: str = "trai
 
 
 def find_indexed(paths: list[str], key: str) -> list[str]:
-    """The indexed datasets that paths mean, each once, as paths with or without .idx or .bin.
-
-    Raises a `ConfigError` if a path means none; ``key`` is the setting to blame.
-    """
+    """The indexed datasets that paths mean, each once, as paths with or without .idx or .bin; see `find_files`."""
     names_by_prefix: dict[Path, str] = {}
     for name in paths:
         prefix = prefix_of(name)

@@ -200,13 +200,8 @@ class IndexedWriter:
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: Sequence[int]) -> None:
-    """Write an index of sequences that lie one after the other, in constant memory.
-
-    Args:
-        path: the file.
-        dtype: one of `DTYPES`.
-        lengths: tokens of each sequence, int32 [sequences], and may be memory-mapped.
-        documents: boundaries, the first 0 and the last the number of sequences.
+    """Write an index of sequences that lie one after the other, of these ``lengths``, int32 [sequences], which may be
+    memory-mapped. ``documents`` are boundaries, the first 0 and the last the number of sequences.
     """
     starts = range(0, len(lengths), _PIECE)
     with open(path, "wb") as file:

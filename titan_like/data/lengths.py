@@ -24,10 +24,7 @@ class SampleLength(NamedTuple):
 
 
 def sample_length(config: JobConfig, model: TransformerConfig) -> SampleLength:
-    """Lengths of the run's samples: `training.seq_len`, and what the model's objective makes of it.
-
-    Raises a `ConfigError` if the sequences are too short for span corruption, or the spans too many.
-    """
+    """Lengths of the run's samples: `training.seq_len`, and what the model's objective makes of it."""
     training, section = config.training, config.data
     if model.objective != "span_corruption":
         return SampleLength(training.seq_len, training.seq_len)
@@ -43,10 +40,7 @@ def sample_length(config: JobConfig, model: TransformerConfig) -> SampleLength:
 
 
 def span_counts(raw: int, section: Data) -> tuple[int, int]:
-    """(tokens that span corruption takes out of ``raw`` tokens, spans that they form), as in T5's code.
-
-    Both are at least 1, and at least one token stays.
-    """
+    """(tokens that span corruption takes out of ``raw``, of which one stays; spans that they form), as in T5's code."""
     noise = min(max(round(raw * section.noise_density), 1), raw - 1)
     return noise, max(round(noise / section.mean_noise_span_length), 1)
 

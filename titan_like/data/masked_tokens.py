@@ -24,10 +24,7 @@ _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Chooses and replaces tokens. The draw depends only on the seed and the sample's number in the run.
-
-    So every layout and every resumed run draws the same, and each epoch draws something else.
-    """
+    """Chooses and replaces tokens. The draw depends only on the seed and the sample's number in the run."""
 
     section: Data
     mask_id: int
@@ -35,10 +32,7 @@ class MaskedTokens:
     words: Words | None  # None: every token is a word
 
     def apply(self, sample: Batch, seed: int, index: int) -> Batch:
-        """Turn a sample of next-token prediction into a sample of masked tokens.
-
-        A position to which the dataset gives no label is not chosen.
-        """
+        """A sample of next-token prediction as one of masked tokens. Positions without labels are not chosen."""
         inputs, given_labels = arrays_of(sample)
         random = sample_generator(b"masked tokens", seed, index)
         is_candidate = np.isin(inputs, self.ordinary) & (given_labels != IGNORED_LABEL)
@@ -90,10 +84,7 @@ class MaskedTokens:
 
 
 def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> MaskedTokens:
-    """Masked language modelling as [data] and its tokenizer set it, for a model of ``vocab_size`` tokens.
-
-    Raises a `ConfigError` if the tokenizer has no mask token, or one that the model lacks, or does not tell words.
-    """
+    """Masked language modelling as [data] and its tokenizer, which needs a mask token that the model has, set it."""
     mask_id = check_token(section.tokenizer, "mask", tokenizer.mask_id, "[MASK] or <mask>", vocab_size)
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_ids))
     return MaskedTokens(section, mask_id, ordinary, tokenizer.words if section.mlm_whole_words else None)

@@ -92,10 +92,7 @@ class Masks(Dataset[Batch]):
 
 
 def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer | None = None) -> Masks:
-    """The `Masks` that the run's objective and [data] ask for. Without ``tokenizer``, the run's is built if needed.
-
-    Raises a `ConfigError` if the tokenizer cannot be built, or it or the model lacks a token that is needed.
-    """
+    """The `Masks` that the run's objective and [data] ask for. Without ``tokenizer``, the run's is built if needed."""
     section, seed, has_next = config.data, config.job.seed, "mtp" in model.predictions
     if model.is_causal and not section.tells_documents_apart:
         return Masks(section, None, seed, has_next=has_next)

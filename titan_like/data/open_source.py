@@ -25,9 +25,7 @@ from titan_like.models.config import TransformerConfig
 
 
 def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) -> dict[str, Source]:
-    """Open the splits that the run reads, and `evaluation.sets` as validation/NAME. New data is tokenized.
-
-    Unless it ``trains`` there is no "train" among them.
+    """Open the splits that the run reads, "train" only if it ``trains``, and `evaluation.sets` as validation/NAME.
 
     Raises a `ConfigError` if data is missing or unusable, or there is too little of it.
     """
@@ -74,21 +72,16 @@ def held_out(section: Data, paths: list[Any]) -> Data:
 
 
 def open_source(request: DataRequest) -> Source:
-    """One split of the dataset, or the blend of datasets, that [data] names.
-
-    Raises a `ConfigError` if there is no such dataset, its class is no `Source`, its samples do not fit the run, or it
-    refuses its request.
-    """
+    """One split of the dataset, or the blend of datasets, that [data] names."""
     shares = shares_of(request.section.paths)
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
     is_source = isinstance(dataset, type) and issubclass(dataset, Source)
     problem = f"{entry.value} is not a subclass of titan_like.data.source.Source"
     require(is_source, "data.dataset", entry.name, problem)
-    sources: list[Source] = []
-    weights: list[float | None] = []
+    sources, weights = list[Source](), list[float | None]()
     for share in shares:
-        opened: list[Source] = []
+        opened = list[Source]()
         local = local_paths(share.paths, request.cache_folder)
         datasets = find_indexed(local, "data.paths") if request.section.dataset == "indexed" else []
         for paths in [[path] for path in datasets] or [local]:

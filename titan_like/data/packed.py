@@ -59,9 +59,8 @@ def split_weights(text: str) -> tuple[float, float, float]:
 def split_bounds(total: int, nearest_end: Callable[[int], int], weights: tuple[float, float, float]) -> list[int]:
     """Token positions [0, a, b, total] that bound the three splits.
 
-    Each cut falls on the nearest end of a document, so that no document is in two splits. If that would leave a split
-    without tokens (in a corpus of one long document, for example), the cut falls inside a document.
-    ``nearest_end`` returns the boundary between documents that is nearest to a token.
+    Each cut falls on the end of a document that is nearest to a token, as ``nearest_end`` finds it. If that would leave
+    a split without tokens (in a corpus of one long document, for example), the cut falls inside a document.
     """
     bounds = [0]
     for split, share in enumerate(accumulate(weights[:2])):
@@ -112,10 +111,7 @@ class TextSource(PackedDataset):
     """Text that is tokenized the first time it is read: `data.dataset` "stdlib" and "text"."""
 
     def __init__(self, request: DataRequest) -> None:
-        """Open the corpus, or tokenize it into the cache.
-
-        Raises a `ConfigError` if the text is missing, unusable or too short, or the tokenizer does not fit the model.
-        """
+        """Open the corpus, or tokenize it into the cache."""
         section = request.section
         weights = split_weights(section.split)  # checked before the text is tokenized, which may take hours
         tokenizer_of(section, request.vocab_size)  # likewise
@@ -126,11 +122,7 @@ class IndexedSource(PackedDataset):
     """One dataset of Megatron-LM: `data.dataset` "indexed"."""
 
     def __init__(self, request: DataRequest) -> None:
-        """Open and check its two files.
-
-        Raises a `ConfigError` if a file is missing, foreign, damaged or too short, or documents that a setting needs
-        cannot be told apart.
-        """
+        """Open and check its two files, and whether its documents can be told apart where a setting needs that."""
         weights, paths = split_weights(request.section.split), request.section.paths
         require(paths, "data.paths", None, 'dataset "indexed" needs the paths of .bin and .idx files')
         self.path = str(paths[0])
@@ -182,10 +174,7 @@ def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
 
 
 def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
-    """Open the corpus that [data] names. Whatever the cache lacks of it is tokenized.
-
-    Raises a `ConfigError` if files are missing or unusable, or the cache cannot be written, as on a full disk.
-    """
+    """Open the corpus that [data] names. What the cache lacks is tokenized; a `ConfigError` if it cannot be written."""
     job = corpus_job(section)
     folder = corpus_folder(job, cache_folder)
     unfinished = folder.with_suffix(".unfinished")  # this run goes on with what an interrupted one left
@@ -230,10 +219,7 @@ def corpus_folder(job: Job, cache_folder: Path) -> Path:
 
 
 def corpus_files(section: Data) -> list[Path]:
-    """List the corpus's files in a fixed shuffled order, so that a split by position is a fair sample of them.
-
-    Raises a `ConfigError` if no file matches, or a file is empty, unreadable or not text.
-    """
+    """List the corpus's files in a fixed shuffled order, so that a split by position is a fair sample of them."""
     if section.dataset == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}

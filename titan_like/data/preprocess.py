@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
@@ -35,7 +35,7 @@ from titan_like.data.chat import CHAT_FORMAT, Chat, build_chat
 from titan_like.data.chat_records import RECORD_KEYS
 from titan_like.data.indexed import DTYPES, token_dtype, write_index
 from titan_like.data.long_text import encode_documents, find_cut
-from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, read_pieces, texts_of
+from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, Wanted, read_pieces, texts_of
 from titan_like.data.tokenizer import Tokenizer, build_tokenizer
 
 _SECONDS_BETWEEN_REPORTS = 5.0
@@ -75,9 +75,8 @@ class Job:
         if self.template is not None:
             ends = sorted(tokenizer.stop_ids)  # which are learned where they follow an answer
             parts += [self.template, self.template_kwargs, self.num_sequences, CHAT_FORMAT, ends]
-        for path in self.files:
-            stat = path.stat()
-            parts.append(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
+        stats = ((path.resolve(), path.stat()) for path in self.files)
+        parts += [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats]
         return hashlib.sha256(os.fsencode("\n".join(map(str, parts)))).hexdigest()[:16]
 
 
@@ -98,14 +97,10 @@ class Progress:
 def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
     """Write ``prefix``.bin and .idx, which appear when they are complete. ``num_workers`` 0: this process tokenizes.
 
-    Bad lines are counted, and the first ones named. What has been written stays after an error, for a later call to go
-    on with; if there is nothing, the folder is removed when bad input ends the job.
+    Bad lines are counted, and the first ones named. After an error, a later call continues with what has been written.
 
-    Raises:
-        ConfigError: a file that cannot be read, a bad line unless they are skipped, another job at work or unfinished
-            in the same place, or no document at all.
-        RunError: a process died.
-        OSError: the dataset cannot be written.
+    Raises a `ConfigError` about a file, a bad line, another job in the same place or no document at all, a `RunError`
+    if a process died, and an `OSError` if the dataset cannot be written.
     """
     folder = prefix.with_name(f"{prefix.name}.unfinished")
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,10 +165,8 @@ class _Output:
         self._open = 0  # tokens written of a text that is not complete
 
     def __enter__(self) -> _Output:
-        for name, size in (
-            ("tokens", self.progress.tokens * self.dtype.itemsize),
-            ("lengths", self.progress.documents * 4),
-        ):
+        sizes = {"tokens": self.progress.tokens * self.dtype.itemsize, "lengths": self.progress.documents * 4}
+        for name, size in sizes.items():
             self._files[name] = open(self.folder / f"{name}.bin", "ab")
             self._files[name].truncate(size)  # what was written after the last progress will be tokenized again
         return self
@@ -299,11 +292,7 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
 
 
 def documents_of(
-    piece: Piece,
-    key: str,
-    tokenizer: Tokenizer,
-    is_wanted: Callable[[int], bool] = lambda record: True,
-    ends: bool = True,
+    piece: Piece, key: str, tokenizer: Tokenizer, is_wanted: Wanted = lambda record: True, ends: bool = True
 ) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
     """The number of each wanted record of a piece, with its tokens, int64 [tokens], or why it has none.
 
@@ -339,17 +328,14 @@ def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
 
 
 def _conversations(piece: Piece, chat: Chat) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
-    """Yield each record's tokens and then where its answers begin and end, or why it has none."""
+    """Each record's tokens and then where its answers begin and end, or why it has none."""
     for number, record in texts_of(piece, None):
         try:
-            if isinstance(record, BadRecord):
-                raise record
             tokens, is_answer = chat.encode(record)
+            yield number, tokens
+            yield number, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))
         except BadRecord as error:
             yield number, error
-            continue
-        yield number, tokens
-        yield number, np.flatnonzero(np.diff(is_answer, prepend=False, append=False))
 
 
 def _start_worker() -> None:

@@ -67,10 +67,7 @@ class Record(BaseModel):
 
 
 def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
-    """All questions of the files in a folder and its subfolders, in the order of the files' names.
-
-    Raises `UnreadableError` if there are none, or a file is not in RACE's format.
-    """
+    """All questions in a folder and its subfolders, in the order of the files' names; an `UnreadableError` if none."""
     records = [(file.parent.name, record) for file in sorted(folder.rglob("*.txt")) for record in _records(file)]
     if not any(record.questions for _, record in records):
         raise UnreadableError("has no .txt files with questions; name a folder of RACE, such as RACE/test")
@@ -112,7 +109,6 @@ class RaceSource(Source):
     together = NUM_OPTIONS
 
     def __init__(self, request: DataRequest) -> None:
-        """Raises a `ConfigError` if the folder is not one of RACE, or the tokenizer does not fit the model."""
         super().__init__(request)
         section = request.section
         problem = 'dataset "race" needs one folder, in which train, dev and test are'

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import csv
+import io
 import json
 import lzma
 import re
@@ -33,7 +34,6 @@ from typing import IO, Any
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import parse_json
 from titan_like.data.long_text import FindCut, cut_text
-from titan_like.data.tables import SEPARATORS, lines_of, table_in
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 TABLE_ENDINGS = (".csv", ".tsv")
@@ -48,7 +48,11 @@ _ROWS = 256  # rows of a table or an array in a piece
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
 _ARRAY = re.compile(rb"\A\[\s*(?=\{)")  # the beginning of an array of objects
 _SPACE = re.compile(r"\s*")
+_SEPARATORS = {"csv": ",", "tsv": "\t"}  # of tables (RFC 4180)
+_WORD = re.compile(r"[A-Za-z_][\w.-]*")  # a name in the header of a table that only its content tells
+csv.field_size_limit(2**31 - 1)  # characters of a document in a table
 Key = str | tuple[str, ...]
+Wanted = Callable[[int], bool]  # whether to look at a record, given its number
 
 
 class UnreadableError(ValueError):
@@ -82,12 +86,8 @@ def ending_of(path: Path) -> str:
     return (path.with_suffix("") if is_compressed else path).suffix.lower()
 
 
-def kind_of(path: Path) -> str:
-    """ "jsonl", "json", "csv", "tsv", "parquet", "arrow" or "text", by the file's content and its ending.
-
-    Raises:
-        UnreadableError: it is of none of these kinds, or cannot be read.
-    """
+def kind_of(path: Path, key: Key = ()) -> str:
+    """ "jsonl", "json", "csv", "tsv", "parquet", "arrow" or "text", by the file's content, ending and columns."""
     head = b""
     with _readable(), open(path, "rb") as file:
         for chunk in _content(path, file, 0):
@@ -100,47 +100,44 @@ def kind_of(path: Path) -> str:
             return kind
     if head.startswith(b"%PDF") or b"\0" in head:
         raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
-    head = head.removeprefix(codecs.BOM_UTF8)
-    text = head.lstrip()
-    first, newline, _ = text.partition(b"\n")
-    is_whole = len(head) < _HEAD
-    is_long_line = _OBJECT.match(text) and not is_whole and not newline
-    is_lines = _OBJECT.match(text) and _is_json(first)
+    is_whole, head = len(head) < _HEAD, head.removeprefix(codecs.BOM_UTF8)
     if ending in TABLE_ENDINGS:
         return ending[1:]
-    if ending in JSON_ENDINGS and text.startswith(b"["):
+    if ending in JSON_ENDINGS and head.lstrip().startswith(b"["):
         return "json"
-    if not is_lines and _holds_records(path, text, is_whole or bool(is_long_line)):
-        return "json"
-    is_lines = is_lines or is_long_line
-    if ending == ".json" and not is_lines:
+    json_kind = _json_kind(path, head.lstrip(), is_whole)
+    if ending == ".json" and json_kind is None:
         raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
-    return "jsonl" if is_lines or ending in JSON_ENDINGS else table_in(head, is_whole) or "text"
+    return json_kind or ("jsonl" if ending in JSON_ENDINGS else _table_kind(head, is_whole, key) or "text")
 
 
-def _holds_records(path: Path, head: bytes, has_first: bool) -> bool:
-    """Whether a file is a JSON array or JSON objects, of which the head ``has_first`` or may have a part of it.
+def _json_kind(path: Path, head: bytes, is_whole: bool) -> str | None:
+    """ "jsonl" or "json", or None if the file, which begins with ``head``, holds no records.
 
     A comma after its first object is enough, even if a later one is damaged.
     """
     text = _ARRAY.sub(b"", head)
     if not (text.startswith(b"[") or _OBJECT.match(text)):
-        return False
-    characters = text.decode("utf-8", "ignore").rstrip()
-    try:
+        return None
+    is_array, characters = head.startswith(b"["), text.decode("utf-8", "ignore").rstrip()
+    with suppress(ValueError, RecursionError):
         try:
             first, end = json.JSONDecoder().raw_decode(characters)
             rest = characters[end:].lstrip()
+            if not is_array and end == len(characters.partition("\n")[0].rstrip()):
+                return "jsonl"
             if rest and (isinstance(first, list) or rest[0] == ","):
-                return isinstance(first, dict)
+                return "json" if isinstance(first, dict) else None
         except json.JSONDecodeError as error:  # perhaps because the head ends in a text, or in a word
-            if has_first or not (error.msg.startswith("Unterminated") or error.pos >= len(characters) - 8):
-                return False
+            if not (is_array or is_whole or b"\n" in head):
+                return "jsonl"
+            if is_whole or not (error.msg.startswith("Unterminated") or error.pos >= len(characters) - 8):
+                return None
         with open(path, "rb") as file:
             records = _json_records(b"".join(_content(path, file, 0)))
-        return head.startswith(b"[") or all(isinstance(record, dict) for record in records)
-    except (ValueError, RecursionError):
-        return False
+        if is_array or all(isinstance(record, dict) for record in records):
+            return "json"
+    return None
 
 
 def _json_records(content: bytes) -> list[Any]:
@@ -154,11 +151,23 @@ def _json_records(content: bytes) -> list[Any]:
     return records
 
 
-def _is_json(line: bytes) -> bool:
-    with suppress(ValueError):
-        parse_json(line)
-        return True
-    return False
+def _table_kind(head: bytes, is_whole: bool, key: Key) -> str | None:
+    """ "csv" or "tsv" if a text is a header of names and rows with as many fields, else None.
+
+    Where the rows are single words too, it is a list of words, unless the header has a column to read.
+    """
+    lines = io.StringIO(head.decode("utf-8", "ignore"), newline="").readlines()
+    keys = {key} if isinstance(key, str) else {*key}
+    for kind, separator in _SEPARATORS.items():
+        with suppress(csv.Error):
+            header, *rows = [*filter(None, csv.reader(lines, delimiter=separator))] or [[""]]
+            rows = rows if is_whole else rows[:-1]
+            names = header[not header[0] :]  # pandas gives its index no name
+            is_header = len({*header}) == len(header) > 1 and all(map(_WORD.fullmatch, names))
+            is_list = keys.isdisjoint(header) and all(map(_WORD.fullmatch, chain(*rows)))
+            if is_header and rows and not is_list and all(len(row) == len(header) for row in rows):
+                return kind
+    return None
 
 
 def read_pieces(
@@ -170,12 +179,10 @@ def read_pieces(
     names the columns of a table. Nulls are left out of its rows: Arrow fills up each struct with the fields of the
     others. ``find_cut`` says where a long text may be cut, as `long_text.find_cut` does; without it, anywhere.
 
-    Raises:
-        UnreadableError: the file is of no kind that can be read, is damaged, ends early, or lacks the column, or a
-            package to read it is missing.
-        ReadFailure: the operating system failed to read it.
+    Raises an `UnreadableError` if the file is damaged, lacks the column or needs a package that is missing, and a
+    `ReadFailure` if the operating system failed to read it.
     """
-    kind = kind_of(path)
+    kind = kind_of(path, key)
     with _readable(), open(path, "rb") as file:
         if kind in _MAGIC:
             batches = _parquet_batches(path, key, start) if kind == "parquet" else _arrow_batches(path, key)
@@ -185,10 +192,11 @@ def read_pieces(
             yield from _rows([(0, _json_records(b"".join(_content(path, file, 0))), 1.0)], start)
             return
         size = max(path.stat().st_size, 1)
-        if kind in SEPARATORS:
+        if kind in _SEPARATORS:
             whole_lines = (bytes(piece.content) for piece in _lines(_content(path, file, 0), 0, 1))
-            lines = chain.from_iterable(map(lines_of, codecs.iterdecode(whole_lines, "utf-8-sig")))
-            rows = _table_rows(csv.reader(lines, delimiter=SEPARATORS[kind], strict=True), key)
+            texts = codecs.iterdecode(whole_lines, "utf-8-sig")
+            lines = chain.from_iterable(io.StringIO(text, newline="") for text in texts)  # no other character ends one
+            rows = _table_rows(csv.reader(lines, delimiter=_SEPARATORS[kind], strict=True), key)
             parts = ((at, list(islice(rows, _ROWS)), min(1.0, file.tell() / size)) for at in count(0, _ROWS))
             yield from _rows(takewhile(itemgetter(1), parts), start)
             return
@@ -353,13 +361,10 @@ def _columns(names: list[str], key: Key) -> list[str]:
     return columns
 
 
-def texts_of(
-    piece: Piece, key: str | None, is_wanted: Callable[[int], bool] = lambda record: True
-) -> Iterator[tuple[int, Any]]:
-    """Yield the number and text of each record of a piece, or why a record has no text. Empty lines are skipped.
+def texts_of(piece: Piece, key: str | None, is_wanted: Wanted = lambda record: True) -> Iterator[tuple[int, Any]]:
+    """Yield the number and text of each wanted record of a piece, or why it has no text. Empty lines are skipped.
 
-    ``key`` is the text's in a record; with None the whole record is yielded. ``is_wanted`` tells by its number whether
-    to look at a record.
+    ``key`` is the text's in a record; with None the whole record is yielded.
     """
     if piece.kind == "text":
         yield piece.first_record, piece.content[0]

@@ -10,11 +10,7 @@ from titan_like.config.schema import Data
 
 
 def find_dataset(section: Data) -> EntryPoint:
-    """Find the class that `data.dataset` refers to, without importing it.
-
-    Raises:
-        ConfigError: no dataset has this name, two packages have one, or `data.options` are given to a built-in one.
-    """
+    """Find the class that `data.dataset` refers to, without importing it. Built-in ones have no `data.options`."""
     entry = find_entry("data.dataset", section.dataset)
     if section.dataset in DATASETS and section.options:
         problem = f'dataset "{section.dataset}" has no options; leave them out'

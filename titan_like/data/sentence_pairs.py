@@ -73,9 +73,8 @@ class SentencePairs:
     def make(self, samples: Samples, index: int, seed: int) -> Batch:
         """Sample ``index`` of the run as a pair of sentences, whose class is the sample's label.
 
-        The draw depends only on the seed and the number of the sample. Positions of the text have their own token as
-        the label, where the dataset gives one. A sample without any label has none here either, and one with fewer than
-        two tokens of text has no class.
+        Positions of the text have their own token as the label, where the dataset gives one. A sample without any label
+        has none here either, and one with fewer than two tokens of text has no class.
         """
         random = sample_generator(b"sentence pairs", seed, index)
         window, seq_len = samples[index], len(samples[index].tokens)
@@ -128,10 +127,7 @@ class SentencePairs:
 
 
 def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairTokens:
-    """The tokens that the tokenizer ``spec`` puts around two sentences, for a model of ``vocab_size`` tokens.
-
-    Raises a `ConfigError` if it lacks them, or has ones that the model lacks.
-    """
+    """The tokens that the tokenizer ``spec`` puts around two sentences; a `ConfigError` if any is missing."""
     if (pair_ids := tokenizer.pair_ids) is None:
         problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
         raise ConfigError("data.tokenizer", spec, problem)

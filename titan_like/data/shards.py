@@ -13,21 +13,12 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.data.files import find_files, named_paths
-from titan_like.data.raw_text import (
-    RECORD_ENDINGS,
-    Piece,
-    ReadFailure,
-    UnreadableError,
-    ending_of,
-    read_pieces,
-)
+from titan_like.data.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
 
 _FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
 _ROWS = 256  # rows of a dataset on the hub in a piece
-_NOTHING = (
-    "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be like "
-    "org/name, org/name:config or org/name@revision"
-)
+_NOTHING = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be "
+_NOTHING += "like org/name, org/name:config or org/name@revision"
 _NO_TEXT = 'holds text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
 # A dataset of the hub, perhaps with a configuration of it and a revision: allenai/c4:en@1588ec4
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
@@ -40,12 +31,7 @@ class LocalShard:
     name: str  # its path
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """The pieces from ``start`` on, which is 0 or a `Piece.end`, with the number of the first record there.
-
-        Raises:
-            UnreadableError: the shard is damaged, or has no text under ``key``.
-            ReadFailure: the disk or the network failed.
-        """
+        """The pieces from ``start`` on, as `read_pieces` gives them."""
         return (piece for piece, _ in read_pieces(Path(self.name), key, start, first_record))
 
 
@@ -58,7 +44,7 @@ class HubShard:
     number: int
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """Read pieces as `LocalShard.pieces` does. Errors that are not known damage count as network failures."""
+        """Pieces as `LocalShard.pieces` gives them. Errors that are not known damage count as network failures."""
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):
@@ -76,11 +62,7 @@ Shard = LocalShard | HubShard  # a sequence of records that is read on its own
 
 
 def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], str]:
-    """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of names and content.
-
-    Raises:
-        ConfigError: a path names nothing or a file of another kind, or the hub cannot provide a dataset.
-    """
+    """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of what they are."""
     require(paths, "data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
     shards: dict[str, Shard] = {}
     identity: list[object] = []
@@ -119,8 +101,7 @@ def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
         dataset = load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:  # from the network, the hub, or the dataset's own format
         problem = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
-        raise ConfigError(
-            "data.paths", path, f"{problem}; correct the name, or download it and name the folder"
-        ) from None
+        cure = "correct the name, or download it and name the folder"
+        raise ConfigError("data.paths", path, f"{problem}; {cure}") from None
     shards = [HubShard(f"{path} shard {number}", dataset, number) for number in range(dataset.num_shards)]
     return shards, str(revision)

@@ -78,10 +78,7 @@ def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) 
 
 
 def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> SpanCorruption:
-    """How a run's samples are corrupted.
-
-    Raises a `ConfigError` if the tokenizer or the model lacks a token that is needed, or the lengths do not fit.
-    """
+    """How a run's samples are corrupted; a `ConfigError` if a token is missing, or the lengths do not fit."""
     spec, length = config.data.tokenizer, sample_length(config, model)
     num_noise, num_spans = span_counts(length.raw, config.data)
     sentinels = tokenizer.sentinel_ids[:num_spans]

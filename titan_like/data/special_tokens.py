@@ -50,11 +50,7 @@ class SpecialTokens:
     """The special tokens of a tokenizer, by id. Adds to ``tokenizer`` the tokens that only its folder names."""
 
     def __init__(self, tokenizer: HFTokenizer, file: Path | None) -> None:
-        """``file`` is its tokenizer.json; None: the tokenizer has no folder.
-
-        Raises:
-            ValueError: a file next to it is invalid; the message is the predicate of a sentence.
-        """
+        """``file`` is its tokenizer.json; None: the tokenizer has no folder. Raises `read_json`'s errors."""
         folder = file.parent if file is not None and file.name == TOKENIZER_FILE else None
         about = {} if folder is None else read_about(folder)
         older = {} if folder is None or "added_tokens_decoder" in about else read_json(folder / _ADDED_FILE)
@@ -81,6 +77,9 @@ class SpecialTokens:
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
         sentinels = map(tokenizer.token_to_id, map("<extra_id_{}>".format, count()))
         self.sentinel_ids = [n for n in takewhile(lambda number: number is not None, sentinels) if n is not None]
+        self.pair_ids: tuple[int, int, int] | None = None  # which begin, separate and pad two sentences
+        if self.cls_id is not None and self.sep_id is not None:
+            self.pair_ids = self.cls_id, self.sep_id, self.cls_id if self.pad_id is None else self.pad_id
         self.end_ids = [] if folder is None else end_ids(folder)
         # The tokenizer's files take precedence over the model's, and both over a well-known name.
         ends = (number for number in self.end_ids if tokenizer.id_to_token(number) is not None)
@@ -90,13 +89,6 @@ class SpecialTokens:
         well_known_ids = _ids(tokenizer, chain(*_WELL_KNOWN.values()))
         role_ids = (self.eos_id, self.bos_id, self.mask_id, self.pad_id, self.unk_id, self.cls_id, self.sep_id)
         self.all_ids = frozenset(number for number in (*added, *well_known_ids, *role_ids) if number is not None)
-
-    @property
-    def pair_ids(self) -> tuple[int, int, int] | None:
-        """The tokens that begin, separate and pad two sentences; None if the tokenizer is not made for them."""
-        if self.cls_id is None or self.sep_id is None:
-            return None
-        return self.cls_id, self.sep_id, self.cls_id if self.pad_id is None else self.pad_id
 
     def _id(self, role: str) -> int | None:
         if role in self._names:
@@ -108,8 +100,7 @@ class SpecialTokens:
 def end_ids(folder: Path) -> list[int]:
     """The ids that end a text, by the files in a Hugging Face folder or checkpoint; empty if none says so.
 
-    Raises:
-        ValueError: a file is invalid; the message is the predicate of a sentence.
+    Raises `read_json`'s errors, also about ids that are no numbers.
     """
     for name in _SAY_ENDS:
         content = read_json(folder / name)
@@ -145,11 +136,7 @@ def has_gpt2(folder: Path) -> bool:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with special_tokens_map.json where transformers still reads that; empty without both.
-
-    Raises:
-        ValueError: a file is invalid; the message is the predicate of a sentence.
-    """
+    """tokenizer_config.json, with special_tokens_map.json where transformers still reads that; empty without both."""
     about = read_json(folder / ABOUT_FILE)
     return about if "added_tokens_decoder" in about else about | read_json(folder / MAP_FILE)
 
@@ -157,8 +144,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file; empty if there is no such file.
 
-    Raises:
-        ValueError: it is no JSON object; the message is the predicate of a sentence.
+    Raises a `ValueError` if it is none; the message is the predicate of a sentence about the folder.
     """
     if file_problem(path) == "does not exist":
         return {}

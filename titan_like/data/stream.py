@@ -51,11 +51,7 @@ class StreamSource(Source):
     """One split of a stream. A training split never ends; the length of another is unknown until it has been read."""
 
     def __init__(self, request: DataRequest) -> None:
-        """Find the shards; nothing is read yet.
-
-        Raises:
-            ConfigError: there are none, or the tokenizer does not fit the model.
-        """
+        """Find the shards. Raises a `ConfigError` if there are none, or the tokenizer does not fit the model."""
         super().__init__(request)
         section = request.section
         self._weights = split_weights(section.split)
@@ -162,9 +158,8 @@ class StreamSource(Source):
 
 
 class BlendedStream(BlendedSource):
-    """A blend of one split of several streams. Sample i comes from reader i mod R of a source (see `Blend`).
-
-    So a process still needs only some readers, and takes their samples in order.
+    """A blend of one split of several streams. Sample i comes from reader i mod R of a source, so that a process needs
+    only some readers, and takes their samples in order (see `Blend`).
     """
 
     is_in_order = True

@@ -52,11 +52,8 @@ class Documents:
         self._counts = Counter[str]()  # records that this process has read, and bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Each document from ``place`` on, int64 [tokens].
-
-        Raises:
-            ConfigError: a shard is damaged, or a record has no text; or there is no text in the whole split.
-            RunError: a shard could not be read, several times in a row.
+        """Each document from ``place`` on, int64 [tokens]. Raises a `ConfigError` if a shard is damaged, or a record or
+        the whole split has no text, and a `RunError` if a shard could not be read, several times in a row.
         """
         num_empty = 0  # epochs in a row; after one for each reader, this one has seen all records of the split
         is_train = self._source.request.split == "train"
@@ -138,12 +135,7 @@ class Reader:
         return ReaderState(self._next, self._offset, self._pending[0][0]) if self._pending else self._start
 
     def sample(self, number: int) -> np.ndarray | None:
-        """Window ``number``, int64 [seq_len + 1], or None if the data ends before.
-
-        Raises:
-            ConfigError: the data is damaged.
-            RunError: it could not be read, several times in a row.
-        """
+        """Window ``number``, int64 [seq_len + 1], or None if the data ends before. Raises errors of `Documents`."""
         if self._documents is None or number < self._next:
             start = self._start if self._start.sample <= number else ReaderState()
             self._next, self._offset = start.sample, start.offset

@@ -91,9 +91,7 @@ class HuggingFaceTokenizer:
     ) -> None:
         """``file`` is its tokenizer.json. ``spec`` is the value of the setting ``key``, which errors blame.
 
-        Raises:
-            ConfigError: it cannot encode, has an id that is too large, no end-of-document token, or lacks a token that
-                the settings name.
+        Raises a `ConfigError` if it cannot encode, or lacks an end-of-document token or one that the settings name.
         """
         self.tokenizer, self._spec, self._key = tokenizer, spec, key
         tokenizer.no_truncation()  # transformers may have stored it with the tokenizer
@@ -194,11 +192,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def words(self) -> Words:
-        """Words of the tokenizer's own pre-tokenization.
-
-        Raises:
-            ConfigError: its tokens do not tell where words begin.
-        """
+        """Words of the tokenizer's own pre-tokenization; see `words_of`."""
         return words_of(self.tokenizer, self.special_ids, self._spec)
 
 
@@ -221,10 +215,7 @@ def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str
 
 
 def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a run, as [data] sets it.
-
-    Raises a `ConfigError` where `build_tokenizer` does, or if a model of ``vocab_size`` lacks one of its tokens.
-    """
+    """The tokenizer of a run, as [data] sets it; a `ConfigError` if a model of ``vocab_size`` lacks a token of it."""
     tokenizer = build_tokenizer(section.tokenizer, options=section.token_options)
     if vocab_size is not None:
         problem = f"it has {tokenizer.vocab_size} tokens"
@@ -233,21 +224,15 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
 
 
 def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
-    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding.
-
-    Also None if `model.from` fixes the shape, if another tokenizer may have made the run's data, or if the tokenizer's
-    files are not on this machine.
-    """
+    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding."""
     section, spec = config.data, config.data.tokenizer
     is_tokenized_here = section.dataset in DATASETS and section.dataset != "indexed"
-    is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))
+    is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))  # another may have made the data
     if is_unknown or config.model.from_ is not None or any(map(file_problem, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
-    message = (
-        f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and "
-    )
-    message += f"time; set model.overrides.vocab_size = {-(-size // 128) * 128}"
+    message = f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and"
+    message += f" time; set model.overrides.vocab_size = {-(-size // 128) * 128}"
     return message if vocab_size > size + max(1024, size // 4) else None
 
 
@@ -255,11 +240,7 @@ def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_
     """Build the tokenizer that ``spec``, a value of `data.tokenizer`, names. ``key`` is the setting that errors blame.
 
     A process keeps the last one, unless its files change: a large one takes half a second to read, and every source of
-    a blend needs it.
-
-    Raises:
-        ConfigError: a file is missing or is not a tokenizer, the tokenizer has no end-of-document token, or it lacks a
-            token that the settings name.
+    a blend needs it. A `ConfigError` if a file is missing or is not a tokenizer, or it lacks a token that is needed.
     """
     files = tuple(tokenizer_files(spec, key))
     watched = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
@@ -305,10 +286,8 @@ def is_on_hub(spec: str) -> bool:
 
 
 def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
-    """The files of the tokenizer that a value of `data.tokenizer` names. One on the hub is downloaded, once.
-
-    Raises:
-        ConfigError: the hub does not have it, or cannot be reached.
+    """The files of the tokenizer that a value of `data.tokenizer` names. One on the hub is downloaded, once; a
+    `ConfigError` if the hub does not have it, or cannot be reached.
     """
     if spec == "byte":
         return []
@@ -339,10 +318,8 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
 def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, problem: str, cure: str) -> Path:
     """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
 
-    If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used.
-
-    Raises:
-        ConfigError: ``problem``, for setting ``key``: the hub does not have it, or cannot be reached.
+    If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used; a
+    `ConfigError` with ``problem``, for setting ``key``, if there are none.
     """
     from huggingface_hub import HfApi, snapshot_download  # installed with the package tokenizers
 

@@ -53,10 +53,9 @@ class Words:
 
 
 def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) -> Words:
-    """The words of the tokenizer ``spec``. Special and added tokens are words of their own.
+    """The words of the tokenizer ``spec``; a `ConfigError` if its tokens do not tell where words begin.
 
-    Raises:
-        ConfigError: its tokens do not tell where words begin.
+    Special and added tokens are words of their own.
     """
     vocab, model, example = tokenizer.get_vocab(with_added_tokens=True), tokenizer.model, "a 的"
     prefix, suffix = (getattr(model, name, "") or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))

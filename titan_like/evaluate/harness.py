@@ -6,8 +6,7 @@ import fnmatch
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.data.chat import read_template
 from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from titan_like.evaluate.inference import ParallelInference
-from titan_like.evaluate.sampling import generate
+from titan_like.evaluate.sampling import SAMPLING, generate
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import ending_window
 from titan_like.hugging_face.tokenizer import byte_tokenizer
@@ -43,12 +42,7 @@ class HarnessTasks(TaskManager):
     runs_code = False  # whether tasks may run what the model writes
 
     def load(self, task_list: Any) -> Any:
-        """Build tasks.
-
-        Raises:
-            ConfigError: a YAML file does not describe a task, or one that may not run or has too few examples.
-            OSError: data cannot be loaded; the network's errors among them.
-        """
+        """Build tasks. Only an `OSError` is left as it is, such as the network's if data cannot be loaded."""
         try:
             loaded = super().load(task_list)
         except OSError:
@@ -105,15 +99,12 @@ def find_tasks(
 
 _MAX_NEW_TOKENS = 256  # the harness's own default
 _SEED = 1234  # the harness's own default for torch
-# How transformers' generate() draws unless a task or generation_config.json says otherwise.
-_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Fields of generation_config.json that would change the text, too.
 _REFUSED = (
     *("num_beams", "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "top_h"),
     *("min_length", "min_new_tokens", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
     *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "guidance_scale"),
 )
-_NEUTRAL = (None, False, 1)  # such as num_beams = 1
 
 
 class CheckpointLM(TemplateLM):
@@ -132,17 +123,18 @@ class CheckpointLM(TemplateLM):
         tokenizer: Tokenizer,
         stop_ids: Container[int],
         generation: dict[str, Any] | None = None,
-        template: str | None = None,
-        seed: int = _SEED,
+        template: str | bool | None = None,
+        seed: int | None = None,
     ) -> None:
         """``model`` comes from `titan_like.evaluate.inference.load_parallel_model`. ``stop_ids`` end a text.
 
-        ``generation`` is what the model's generation_config.json says, and ``template`` names one of several chat
+        ``generation`` is what the model's generation_config.json says, and ``template`` may name one of several chat
         templates. ``seed`` decides, together with a request, the text that is sampled for it.
         """
         super().__init__()
-        self._generation = {name: value for name, value in (generation or {}).items() if value is not None}
-        self._spec, self._template_name, self._seed = config.data.tokenizer, template, seed
+        self._generation, self._seed = generation or {}, _SEED if seed is None else seed
+        self._template_name = template if isinstance(template, str) else None
+        self._spec = config.data.tokenizer
         self.computes = False  # whether the model is at work; the harness is not to blame for what it raises
         self._scorer = Scorer(config, model, mesh, device)
         self._inference = ParallelInference(config, model, mesh, device, config.training.seq_len)
@@ -183,16 +175,11 @@ class CheckpointLM(TemplateLM):
             windows = [ending_window(context, target, self._seq_len) for _, context, target in requests]
         except ValueError as error:
             raise RunError(f"a task does not fit training.seq_len: {error}") from None
-        with self._computing():
-            scores = self._scorer(windows)
+        self.computes = True
+        scores = self._scorer(windows)
+        self.computes = False
         pairs = zip(scores, windows, strict=True)
         return [(score.log_probability, score.num_right == window.num_targets) for score, window in pairs]
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        self.computes = True
-        yield
-        self.computes = False
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in the harness's windows."""
@@ -225,17 +212,19 @@ class CheckpointLM(TemplateLM):
         limit, draws = settings.pop("max_gen_toks"), settings.pop("do_sample")
         if limit >= self._seq_len:
             raise RunError(f"a task generates {limit} tokens, which leaves no context in training.seq_len; raise that")
-        known = {name: value for name, value in self._generation.items() if name in (*_SAMPLING, *_REFUSED)}
+        known = {name: value for name, value in self._generation.items() if name in (*SAMPLING, *_REFUSED)}
         fields = known | settings
         for name, value in fields.items():
-            if name not in _SAMPLING and value and value not in _NEUTRAL:
+            if name not in SAMPLING and value and value != 1:  # such as num_beams = 1
                 by = f"a task sets {name} = {value} in generation_kwargs"
                 by = by if name in settings else f"generation_config.json has {name} = {value}"
                 raise RunError(f"{by}, which is not supported; take it out")
         sampling: dict[str, Any] = {
             name: default if fields.get(name) is None else type(default)(fields[name])
-            for name, default in _SAMPLING.items()
+            for name, default in SAMPLING.items()
         }
+        if not draws:
+            sampling["temperature"] = 0.0
         # The harness looks for a stop sequence in its number of tokens and two more.
         sizes = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in stops}
 
@@ -244,17 +233,10 @@ class CheckpointLM(TemplateLM):
             return new[-1] in self._stop_ids or any(ends)
 
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self._seq_len - limit) :]
-        with self._computing():
-            tokens = generate(
-                self._inference,
-                prompt,
-                limit,
-                device=self._device,
-                **sampling | ({} if draws else {"temperature": 0.0}),
-                seed=seed,
-                prefix_lm=self._prefix_lm,
-                is_complete=is_complete,
-            )
+        sampling |= {"seed": seed, "prefix_lm": self._prefix_lm, "is_complete": is_complete}
+        self.computes = True
+        tokens = generate(self._inference, prompt, limit, device=self._device, **sampling)
+        self.computes = False
         text: str = postprocess_generated_text(self._tokenizer.decode(tokens), stops, None)
         return text
 
@@ -274,11 +256,7 @@ class CheckpointLM(TemplateLM):
         return tokenizer
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation by the tokenizer's template; without system messages if it refuses them.
-
-        Raises:
-            ConfigError: there is no such template.
-        """
+        """The text of a conversation by the tokenizer's template; without system messages if it refuses them."""
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         options |= {"continue_final_message": not add_generation_prompt, "chat_template": self._template_name}
         try:
@@ -292,8 +270,8 @@ def run_harness(
     model: TemplateLM,
     names: Sequence[str],
     manager: HarnessTasks,
-    num_fewshot: int | None,
-    limit: int | None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Run the harness. Every process calls this. ``options`` are more arguments of its `simple_evaluate`.

@@ -161,11 +161,7 @@ def _add_adapters(weights: MergedWeights, model: ParallelModel | Transformer) ->
 
 
 def load_parallel_model(config: JobConfig, path: Path, mesh: DeviceMesh, device: torch.device) -> ParallelModel:
-    """This process's part of a checkpoint's model, in the configuration's layout. Needs a process group.
-
-    Raises:
-        RunError: the checkpoint is damaged.
-    """
+    """This process's part of a checkpoint's model, in the configuration's layout. Needs a process group."""
     without = {"compile": config.compile.model_copy(update={"enable": False}), "lora": LoRA()}
     eager = config.model_copy(update=without)
     model = build_parallel_model(eager, model_config(config.model), mesh, device)

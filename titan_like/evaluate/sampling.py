@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.data.special_tokens import GENERATION_FILE, end_ids, read_json
 from titan_like.data.tokenizer import Tokenizer
 from titan_like.evaluate.inference import ParallelInference
 from titan_like.models.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
+
+# How transformers' generate() draws unless a task or generation_config.json says otherwise, and the limits of each.
+SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+_LIMITS = dict.fromkeys(SAMPLING, (0.0, 1.0)) | {"temperature": (0.0, 1e4), "repetition_penalty": (1e-6, 1e6)}
+_LIMITS["top_k"] = (0, 2**63 - 1)
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> torch.Tensor:
@@ -43,34 +48,19 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float =
 
 
 def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, and any that the files in the checkpoint's folder ``path`` name.
-
-    Raises:
-        ConfigError: such a file is invalid.
-    """
+    """The tokens that end a text: the tokenizer's, and any that the files in the checkpoint's folder ``path`` name."""
     return tokenizer.stop_ids | frozenset(_of_folder(path, end_ids))
 
 
 def generation_fields(path: Path) -> dict[str, Any]:
-    """What generation_config.json in the checkpoint's folder ``path`` says; empty without one.
-
-    Raises:
-        ConfigError: the file is invalid.
-    """
-    return _of_folder(path / GENERATION_FILE, _read_generation)
-
-
-_RANGES = {"temperature": (0.0, 1e4), "top_k": (0, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
-_RANGES["repetition_penalty"] = (1e-6, 1e6)
-
-
-def _read_generation(path: Path) -> dict[str, Any]:
-    fields = read_json(path)
-    for name, (least, most) in _RANGES.items():
-        value = fields.get(name)
-        if value is not None and not (type(value) in (int, type(least)) and least <= value <= most):
-            kind = "whole number" if type(least) is int else "number"
-            raise ValueError(f"has a {path.name} whose {name} is no {kind} from {least:g} to {most:g}")
+    """What generation_config.json in the checkpoint's folder ``path`` says, without null; empty without the file."""
+    file = path / GENERATION_FILE
+    fields = {name: value for name, value in _of_folder(file, read_json).items() if value is not None}
+    for name, default in SAMPLING.items():
+        (least, most), value, kind = _LIMITS[name], fields.get(name, default), type(default)
+        what = f"{'whole ' * (kind is int)}number from {least:g} to {most:g}"
+        problem = f"has a {file.name} whose {name} is no {what}; correct it"
+        require(type(value) in (int, kind) and least <= value <= most, "checkpoint.folder", str(path), problem)
     return fields
 
 

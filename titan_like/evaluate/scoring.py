@@ -91,15 +91,16 @@ class Scorer:
         self._one_length = one_length
         dp_mesh = one_dimension(mesh, "dp", "dp_replicate", "dp_shard")
         self._layout = resolve_layout(config.parallelism, mesh.size())
-        self._cp_shard = cp_shard_of(config, model.stages[0].module.config, mesh)
-        self._dp_rank, self._dp_size = self._layout.data_rank(mesh.get_rank()), self._layout.data_parallel
-        self._groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
+        self.shape = model.stages[0].module.config
+        self._cp_shard = cp_shard_of(config, self.shape, mesh)
+        self.dp_rank, self.dp_size = self._layout.data_rank(mesh.get_rank()), self._layout.data_parallel
+        self.groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
         self._pipelines: dict[int, Pipeline | WholeModel] = {}  # by length of the inputs
 
     @cached_property
     def _pair_tokens(self) -> PairTokens | None:
         """The tokens around two sentences, for a model that scores the options of questions."""
-        shape, section = self.model.stages[0].module.config, self.config.data
+        shape, section = self.shape, self.config.data
         if "choice" not in shape.predictions:
             return None
         return pair_tokens_of(section.tokenizer, tokenizer_of(section), shape.vocab_size)
@@ -121,17 +122,17 @@ class Scorer:
         order = sorted(range(len(windows)), key=lambda number: len(windows[number].tokens), reverse=True)
         results = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.device)
         rows, stages = self.config.training.micro_batch_size, self._layout.pipeline
-        at_once = _MICROBATCHES_PER_STAGE * stages * rows * self._dp_size
+        at_once = _MICROBATCHES_PER_STAGE * stages * rows * self.dp_size
         for start in range(0, len(order), at_once):
             chunk = order[start : start + at_once]
             width = self._width(len(windows[chunk[0]].tokens) - 1)
-            num_microbatches = -(-len(chunk) // (rows * self._dp_size))  # the same on every rank
-            numbers = chunk[self._dp_rank :: self._dp_size]
+            num_microbatches = -(-len(chunk) // (rows * self.dp_size))  # the same on every rank
+            numbers = chunk[self.dp_rank :: self.dp_size]
             scores = self._score([windows[number] for number in numbers], num_microbatches, width)
             results[numbers] = scores[: len(numbers)]
             if progress is not None:
                 progress(start + len(chunk), len(order))
-        for group in self._groups:
+        for group in self.groups:
             dist.all_reduce(results, group=group)
         self.model.train(was_training)
         self.model.free_gathered_parameters()
@@ -165,7 +166,7 @@ class Scorer:
             scores[microbatch, :, 1] = is_right.sum(1).double()
             return log_probability.sum()
 
-        self._pipeline(width).forward(microbatches, keep)
+        self.pipeline(width).forward(microbatches, keep)
         return scores.flatten(0, 1)
 
     def _sample(self, window: Window, width: int) -> Batch:
@@ -180,7 +181,8 @@ class Scorer:
         mask = seen if self.config.data.prefix_lm else None
         return Batch(inputs, labels, document_mask=mask, num_tokens=torch.tensor(length))
 
-    def _pipeline(self, width: int) -> Pipeline | WholeModel:
+    def pipeline(self, width: int) -> Pipeline | WholeModel:
+        """What runs microbatches of ``width`` positions through the model."""
         if width not in self._pipelines:
             rows = self.config.training.micro_batch_size
             self._pipelines[width] = run_batches(self.config, self.model, self.mesh, self.device, rows, width)

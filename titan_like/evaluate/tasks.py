@@ -33,11 +33,7 @@ from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 
 
 def text_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
-    """The perplexity of a text, or of the texts in a file of records, each under a sliding window.
-
-    Raises:
-        UnreadableError: the file is not text, a record has none, or no token can be scored.
-    """
+    """The perplexity of a text, or of the texts in a file of records, each under a sliding window."""
     content = read_file(path)
     texts = [content] if isinstance(content, str) else [text for _, text in content]
     bits = math.log(2) * sum(len(text.encode("utf-8")) for text in texts)
@@ -135,9 +131,6 @@ def wikitext_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSet
     Megatron-LM (arXiv 1909.08053, appendix E) gives a model with tokens of its own ordinary text, and divides the loss
     of that text by the number of words in the published one. A file of records has its lines, as on Hugging Face's
     hub, which has empty lines in place of single spaces.
-
-    Raises:
-        UnreadableError: records are not lines, the text has fewer than two words, or no token can be scored.
     """
     text = read_file(path)
     if not isinstance(text, str):
@@ -160,9 +153,6 @@ def lambada_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSett
 
     A word is right if each of its tokens is the most probable one after all tokens before it. The perplexity is by
     word: the exponential of the mean over passages of the word's loss.
-
-    Raises:
-        UnreadableError: there is no passage, one has no context, or a word has more than ``seq_len`` tokens.
     """
     content = read_file(path)
     passages = enumerate(content.split("\n"), start=1) if isinstance(content, str) else content
@@ -183,11 +173,7 @@ def lambada_task(name: str, path: Path, tokenizer: Tokenizer, settings: TextSett
 
 
 def split_passage(number: int, passage: str) -> tuple[str, str]:
-    """The context and the last word with a space before it, which is how it is tokenized.
-
-    Raises:
-        UnreadableError: the passage, in line ``number`` of the file, has only one word.
-    """
+    """The context and the last word with a space before it, which is how it is tokenized."""
     words = passage.split()
     if len(words) < 2:
         raise UnreadableError(f"has fewer than two words in line {number}; a passage needs a context and a last word")
@@ -206,11 +192,7 @@ def split_tokens(context: str, target: str, tokenizer: Tokenizer) -> tuple[list[
 
 
 def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSettings) -> Task:
-    """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over each of its subfolders.
-
-    Raises:
-        UnreadableError: the folder is not one of RACE, or the tokenizer has no tokens for pairs of sentences.
-    """
+    """RACE (arXiv 1704.04683): accuracy over a folder's questions, and over each of its subfolders."""
     if tokenizer.pair_ids is None:
         raise UnreadableError("needs a tokenizer with [CLS] and [SEP]; set data.tokenizer to the model's")
     questions = read_questions(folder, tokenizer)
@@ -236,7 +218,8 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
 class _Kind(NamedTuple):
     """A task that can be named."""
 
-    build: Callable[[str, Path, Tokenizer, TextSettings], Task]  # from its label and its file or folder
+    # From its label and its file or folder. An `UnreadableError` says why that cannot be used.
+    build: Callable[[str, Path, Tokenizer, TextSettings], Task]
     slides: bool = False  # cuts a text into windows that overlap
     chooses: bool = False  # is a folder of questions, for a model that chooses answers
 
@@ -301,11 +284,7 @@ def open_tasks(named: Sequence[NamedTask], tokenizer: Tokenizer, settings: TextS
 
 
 def validation_tasks(config: JobConfig, model: TransformerConfig) -> list[Task]:
-    """The tasks of `evaluation.datasets`, which a run scores at each validation, read and tokenized.
-
-    Raises:
-        ConfigError: a task or file cannot be used.
-    """
+    """The tasks of `evaluation.datasets`, which a run scores at each validation, read and tokenized."""
     named = named_tasks("evaluation.datasets", config.evaluation.datasets, model)
     if not named:
         return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,13 +30,14 @@ from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
 from titan_like.data.fetch import with_small_files
-from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, tokenizer_names
+from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, end_ids, tokenizer_names
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import (
     CONFIG_FILE,
     DTYPES,
     INDEX_FILE,
     HuggingFaceFolder,
+    refusals_of,
     say,
     slice_reader,
     tensors_around,
@@ -45,7 +45,7 @@ from titan_like.hugging_face.folder import (
 from titan_like.hugging_face.origin import Origin, read_origin
 from titan_like.hugging_face.start import FLAVOR
 from titan_like.hugging_face.tokenizer import copy_files, name_class, write_tokenizer
-from titan_like.models.hugging_face import RefusedError, architecture_of, family_of, fill_part, to_tensors
+from titan_like.models.hugging_face import RefusedError, Stored, architecture_of, family_of, to_tensors
 
 
 def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
@@ -54,9 +54,12 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
     Weights become float32. One of them is in memory at a time.
 
     Raises:
+        ConfigError: the folder's generation_config.json is invalid.
         RunError: a file of the folder is damaged, or the checkpoint cannot be written.
     """
     final = checkpoint_path(output, 0)
+    with refusals_of(source.path, "--input"):
+        end_ids(source.path)  # reads what is copied
     with written_aside(final) as aside:
         copy_files(source.path, aside, (*tokenizer_names(source.path), GENERATION_FILE))
         planner = _ReadsOnDemand(source)
@@ -93,15 +96,13 @@ class _ReadsOnDemand(DefaultSavePlanner):
 
     def __init__(self, source: HuggingFaceFolder) -> None:
         super().__init__()
+        self._source = source
         self._stored = {stored.key: stored for stored in source.stored_parameters(source.model)}
-        self._read = slice_reader(source.tensors)
         self.shapes = {name: torch.empty(stored.shape, device="meta") for name, stored in self._stored.items()}
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         """Read a weight: float32."""
-        weight, stored = torch.empty(self.shapes[index.fqn].shape), self._stored[index.fqn]
-        fill_part(weight, (0,) * weight.ndim, stored, self._read)
-        return weight
+        return self._source.read(self._stored[index.fqn])
 
 
 NO_TOKENIZER = "none"
@@ -149,22 +150,21 @@ def write_folder(
     except RefusedError as refusal:
         raise ConfigError("--checkpoint", str(weights.path), str(refusal)) from None
     # Tied tables go out again under the names that they came with, and so does what is around a text's model.
-    parameters = [stored.among(origin.dtypes) for stored in module.stored_parameters(weights.model)]
-    outer = isinstance(origin.fields.get("text_config"), dict)
-    names, around = tensors_around(Path(origin.source), module) if outer else ({}, {})
-    if outer and not around:
+    has_more = isinstance(origin.fields.get("text_config"), dict)
+    names, around = tensors_around(Path(origin.source), module) if has_more else ({}, {})
+    if has_more and not around:
         say(f"{origin.source or 'the source'} has no tensors around the text's model, which is written alone")
+    parameters = [stored.among(origin.dtypes).renamed(names) for stored in module.stored_parameters(weights.model)]
+    parameters += [Stored(name, part.shape, {name: part.shape}, is_buffer=True) for name, part in around.items()]
+    dtypes = {names.get(name, name): dtype for name, dtype in origin.dtypes.items()}
+    dtypes |= {name: DTYPES[part.dtype] for name, part in around.items()}
     empty = {  # rounding a router's biases would choose other experts
         name: torch.empty(
-            shape, dtype=(not stored.is_buffer and dtype) or origin.dtypes.get(name, torch.float32), device="meta"
+            shape, dtype=(not stored.is_buffer and dtype) or dtypes.get(name, torch.float32), device="meta"
         )
         for stored in parameters
         for source_name, shape in stored.sources.items()
         for name in (source_name, *stored.copies)
-    }
-    empty = {names.get(name, name): tensor for name, tensor in empty.items()}
-    empty |= {
-        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta") for name, tensor in around.items()
     }
     split = split_torch_state_dict_into_shards(empty, max_shard_size=most_bytes)
     if number == 0:
@@ -172,12 +172,13 @@ def write_folder(
         architecture = architecture_of(weights.model, fields["model_type"])
         if weights.model.is_causal and not origin.fields:  # their classes' defaults may be outside of the vocabulary
             tokens = {"pad_token_id": None} | tokens
-        config = _config(origin, fields, tokens, next(iter(empty.values())).dtype, architecture)
+        first = next(iter(empty.values())).dtype
+        config = _config(origin.fields, fields, tokens, first, architecture)
         if around:
             architecture = architecture_of(weights.model, origin.fields["model_type"])
-            kept = {name: value for name, value in origin.fields.items() if name not in _NOT_KEPT} | tokens
-            kept |= {"architectures": [architecture], "torch_dtype": config["torch_dtype"]}
-            config = kept | {"text_config": config}
+            config = _config(
+                origin.fields | {"text_config": None}, {"text_config": config}, tokens, first, architecture
+            )
         write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -186,18 +187,13 @@ def write_folder(
     places: dict[str, tuple[Path, int]] = {}
     for file in files[number :: share[1]]:
         places |= _begin_file(folder / file, {name: empty[name] for name in split.filename_to_tensors[file]})
-    copies = {next(iter(stored.sources)): stored.copies for stored in parameters}
-    needed = (
-        stored for stored in parameters if places.keys() & {names.get(n, n) for n in (*stored.sources, *stored.copies)}
-    )
-    read = slice_reader(around)
-    tensors = (
-        (names.get(name, name), tensor)
-        for source_name, tensor in to_tensors(needed, weights.read)
-        for name in (source_name, *copies.get(source_name, ()))
-    )
-    carried = ((name, read(name, (slice(None),) * len(around[name].shape))) for name in places.keys() & around.keys())
-    for name, tensor in chain(tensors, carried):
+    needed = (stored for stored in parameters if places.keys() & {*stored.sources, *stored.copies})
+    read_slice = slice_reader(around)
+
+    def read(name: str) -> torch.Tensor:
+        return read_slice(name, (slice(None),) * len(around[name].shape)) if name in around else weights.read(name)
+
+    for name, tensor in to_tensors(needed, read):
         if name in places:
             path, offset = places[name]
             with path.open("r+b") as opened:
@@ -247,10 +243,10 @@ def _write_tokens(
 
 
 def _config(
-    origin: Origin, fields: dict[str, Any], tokens: dict[str, Any], dtype: torch.dtype, architecture: str
+    source: dict[str, Any], fields: dict[str, Any], tokens: dict[str, Any], dtype: torch.dtype, architecture: str
 ) -> dict[str, Any]:
     """config.json: fields that describe the model, and any others that an imported checkpoint came with."""
-    kept = {"bos_token_id": None, "eos_token_id": None, **origin.fields}
+    kept = {"bos_token_id": None, "eos_token_id": None, **source}
     text = kept.get("text_config")
     if isinstance(text, dict):  # what is around the text's model stays behind
         kept = text | {name: value for name, value in kept.items() if name.endswith("token_id") and value is not None}

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from titan_like.models.hugging_face import (
     families_by_model_type,
     family_module,
     family_of,
-    head_prefixes,
+    fill_part,
 )
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
@@ -74,7 +74,8 @@ WEIGHTS_FILE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that float32 represents exactly
 
 _MOST_SHOWN, _CAUSAL = 400, "ForCausalLM"  # characters; how names of language models' classes end
-_BUFFER = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|position_ids)$")
+# That older versions of transformers saved, and that can be computed.
+_BUFFER = re.compile(r"(\.rotary_emb\.inv_freq|\.(attn|attention)\.(masked_)?bias|\.embeddings\.position_ids)$")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # as TensorFlow called them
 
 
@@ -105,6 +106,17 @@ class HuggingFaceFolder:
         for stored in family_of(self.model, self.fields["model_type"]).stored_parameters(model):
             yield stored.among(self.tensors)
 
+    @cached_property
+    def read_slice(self) -> ReadSlice:
+        """What `fill_part` takes to read from this folder."""
+        return slice_reader(self.tensors)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """A full parameter: float32."""
+        weight = torch.empty(stored.shape)
+        fill_part(weight, (0,) * weight.ndim, stored, self.read_slice)
+        return weight
+
 
 def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> HuggingFaceFolder:
     """Check a folder, which the setting ``key`` names, without reading its tensors.
@@ -115,7 +127,7 @@ def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> Hug
         ConfigError: it does not contain a model of a known family, or its files are inconsistent.
     """
     fields, family, model = read_model(path, key, ignore)
-    with _refusals_of(path, key):
+    with refusals_of(path, key):
         module = family_of(model, fields["model_type"])
         tensors = with_scales(_tensors(path, module), check_quantization(Fields(fields)))
         left_out = _check_tensors(model, module, tensors, architecture_of(model, fields["model_type"]))
@@ -133,11 +145,8 @@ def say(line: str) -> None:
 
 
 def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict[str, Any], str, TransformerConfig]:
-    """The config.json of a folder without what is ignored, and the family and shape that it describes.
-
-    Arguments and errors are as in `open_hugging_face`.
-    """
-    with _refusals_of(path, key):
+    """A folder's config.json without what is ignored, its family and its shape; all else as in `open_hugging_face`."""
+    with refusals_of(path, key):
         fields = read_json(path / CONFIG_FILE)
         if not fields:
             raise RefusedError(f"it has no {CONFIG_FILE}")
@@ -147,14 +156,15 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
         if notes:
             say(f"{path / CONFIG_FILE}: ignored {'; '.join(notes)}")
         if getattr(model, "mtp_layers", 0):
-            with suppress(RefusedError):  # the tensors may be elsewhere
-                names = [tensor.name for tensor in _file_tensors(path)]
-                model = family_of(model, fields["model_type"]).without_absent(model, names)
+            with suppress(RefusedError):  # the tensors may be elsewhere, and transformers does not save such layers
+                if not any(tensor.name.endswith(".eh_proj.weight") for tensor in _file_tensors(path)):
+                    model = model.model_copy(update={"mtp_layers": 0})
         return fields, family, model
 
 
 @contextmanager
-def _refusals_of(path: Path, key: str) -> Iterator[None]:
+def refusals_of(path: Path, key: str) -> Iterator[None]:
+    """Let whatever is wrong with a folder, which the setting ``key`` names, be a `ConfigError`."""
     try:
         yield
     except OSError:
@@ -200,22 +210,21 @@ def without(fields: dict[str, Any], ignore: Collection[str]) -> dict[str, Any]:
 
 def _model_of(values: dict[str, Any]) -> tuple[str, TransformerConfig, list[str]]:
     """Family, shape, and notes about what is ignored; the refusal names all that is wrong with the fields."""
-    values, reasons, removed = deepcopy(values), list[str](), set[str]()
+    values, reasons = deepcopy(values), dict[str, str]()
     while True:
         fields = Fields(values)
         try:
             family, model = _read_fields(fields)
             break
         except RefusedError as refusal:
-            if refusal.field not in removed:
-                reasons.append(str(refusal))
-            removed.add(refusal.field)
+            reasons.setdefault(refusal.field, str(refusal))
             table, _, name = refusal.field.rpartition(".")  # whose other fields mean nothing without its type
             taken = (table,) if name in ("rope_type", "type") else (refusal.field, table)
             if not any(_remove(values, field) for field in taken):
                 break  # the file can be read no further
     if reasons:
-        raise RefusedError(reasons[0], *(text.replace("config.json", "it", 1) for text in reasons[1:]))
+        first, *others = reasons.values()
+        raise RefusedError(first, *(text.replace("config.json", "it", 1) for text in others))
     return family, model, fields.notes
 
 
@@ -253,29 +262,28 @@ def _tensors(path: Path, module: Any) -> dict[str, FileTensor]:
             name = name.removesuffix(old) + new if name.endswith(old) else name
         for old, new in getattr(module, "RENAMED", {}).items():
             name = new + name.removeprefix(old) if name.startswith(old) else name
-        if not name.startswith((module.PREFIX, *head_prefixes(module))):
+        if not name.startswith(module.PREFIX) and not name.startswith(getattr(module, "HEAD", "lm_head.")):
             name = module.PREFIX + name
         tensors[name] = tensor
     return tensors
 
 
 def tensors_around(path: Path, module: Any) -> tuple[dict[str, str], dict[str, FileTensor]]:
-    """Of a folder whose class has more modules than the model, the names of the model's tensors, class → files.
+    """Names of tensors, class → files, and by the latter the tensors of modules around the model.
 
-    And the other tensors, by their names in the files. Both are empty if the folder is gone or damaged.
+    Both are empty if the folder is gone or damaged.
     """
     try:
         tensors = _tensors(path, module)
-    except (RefusedError, ValueError):
+    except ValueError:
         return {}, {}
-    around = {tensor.name: tensor for name, tensor in tensors.items() if module.is_ignored(name)}
-    names = {name: tensor.name for name, tensor in tensors.items() if not module.is_ignored(name)}
-    return names, {name: tensor for name, tensor in around.items() if tensor.dtype in DTYPES}
+    others = [part for name, part in tensors.items() if name.startswith(module.IGNORED) and part.dtype in DTYPES]
+    return {name: tensor.name for name, tensor in tensors.items()}, {tensor.name: tensor for tensor in others}
 
 
 def _file_tensors(path: Path) -> Iterator[FileTensor]:
     if (path / WEIGHTS_FILE).is_file():  # like transformers, prefer a single file to an index
-        yield from _header(path / WEIGHTS_FILE)
+        yield from read_header(path / WEIGHTS_FILE)
         return
     if not (path / INDEX_FILE).is_file():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
@@ -288,14 +296,13 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
         raise RefusedError(f"its {INDEX_FILE} has no weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or not is_file_name(name) or not name.endswith(".safetensors"):
-            raise RefusedError(
-                f"its {INDEX_FILE} names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
-            )
+            problem = f"names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
+            raise RefusedError(f"its {INDEX_FILE} {problem}")
     for name in sorted(set(weight_map.values())):
-        yield from _header(path / name)
+        yield from read_header(path / name)
 
 
-def _header(file: Path) -> list[FileTensor]:
+def read_header(file: Path) -> list[FileTensor]:
     """The tensors that a safetensors file declares; the library checks the header against the file's length."""
     what = "is not a valid safetensors file"
     with (
@@ -309,10 +316,7 @@ def _header(file: Path) -> list[FileTensor]:
 def _check_tensors(
     model: TransformerConfig, module: Any, tensors: dict[str, FileTensor], architecture: str
 ) -> list[str]:
-    """Check that the tensors are those of the model, with the right shapes and a known type; returns which are not.
-
-    These the module ignores. Of them, buffers that can be computed are not returned.
-    """
+    """Check that the tensors have the model's shapes and known types; returns further ones, which are ignored."""
     known: set[str] = set()
     for stored in (stored.among(tensors) for stored in module.stored_parameters(model)):
         wanted = dict(stored.sources)
@@ -328,8 +332,9 @@ def _check_tensors(
                 problem = f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
                 raise RefusedError(problem)
         known |= wanted.keys()
-    left_out = [name for name in sorted(tensors.keys() - known) if 0 not in tensors[name].shape]
-    for name in left_out:  # of no experts, transformers saves empty tensors
-        if not module.is_ignored(name):
+    others = [name for name in sorted(tensors.keys() - known) if _BUFFER.search(name) is None]
+    left_out = [name for name in others if 0 not in tensors[name].shape]  # as those of no experts, which are saved
+    for name in left_out:
+        if not name.startswith(getattr(module, "IGNORED", ())):
             raise RefusedError(f"the tensor {name} does not belong to {architecture} with this config.json")
-    return [name for name in left_out if _BUFFER.search(name) is None]
+    return left_out

@@ -20,16 +20,16 @@ from safetensors.torch import save_file
 from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
 from titan_like.checkpoint.step_folders import flush, newest_in, write_durably, written_aside
 from titan_like.config.errors import ConfigError, first_line, require, shortened
-from titan_like.config.paths import file_problem, user_file
+from titan_like.config.paths import file_problem
 from titan_like.config.schema import LoRA
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.fetch import with_small_files
 from titan_like.data.special_tokens import CONFIG_FILE, read_json
 from titan_like.data.tokenizer import is_on_hub
-from titan_like.hugging_face.folder import DTYPES, local_folder, open_hugging_face, slice_reader
+from titan_like.hugging_face.folder import DTYPES, FileTensor, local_folder, open_hugging_face, read_header, refusals_of
 from titan_like.hugging_face.origin import read_origin
 from titan_like.models.config import TransformerConfig, has_experts
-from titan_like.models.hugging_face import Stored, fill_part
+from titan_like.models.hugging_face import Stored
 from titan_like.models.layers.init import ADAPTER_NAMES, local_parts
 from titan_like.models.parts import WithoutInit
 from titan_like.parallel.lora import NUMBERED, Adapter, adapters_of, stored_linears
@@ -145,20 +145,13 @@ def base_of(name: str, key: str, weights: bool = True) -> str:
 
 
 def _fields(folder: Path, key: str) -> dict[str, Any]:
-    try:
+    with refusals_of(folder, key):
         return read_json(folder / ADAPTER_CONFIG)
-    except ValueError as error:
-        raise ConfigError(key, str(folder), first_line(error)) from None
 
 
-def _slices(folder: Path, key: str) -> dict[str, Any]:
-    """The slice of each tensor in a PEFT folder, which says its shape and type."""
-    weights = folder / ADAPTER_WEIGHTS
-    with (
-        user_file(weights, lambda problem: ConfigError(key, str(folder), f"its {ADAPTER_WEIGHTS} {problem}")),
-        safe_open(weights, framework="pt") as file,
-    ):
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+def _tensors(folder: Path, key: str) -> dict[str, FileTensor]:
+    with refusals_of(folder, key):
+        return {tensor.name: tensor for tensor in read_header(folder / ADAPTER_WEIGHTS)}
 
 
 def _modules(names: Iterable[str], fields: dict[str, Any]) -> list[str]:
@@ -173,7 +166,7 @@ def peft_settings(folder: Path, key: str) -> dict[str, Any]:
     """[lora] as a PEFT folder describes it: rank, alpha and modules. A `ConfigError` if it does not."""
     fields = _fields(folder, key)
     values: dict[str, Any] = {name: fields.get(theirs, _DEFAULTS[theirs]) for name, theirs in _NAMES.items()}
-    values["modules"] = _modules(_slices(folder, key), fields)
+    values["modules"] = _modules(_tensors(folder, key), fields)
     try:
         section = LoRA.model_validate(values)
     except ValidationError as error:
@@ -194,28 +187,27 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
     for name, theirs in _NAMES.items():
         value, problem = getattr(section, name), f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}"
         require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, f"{problem}; set it to that")
-    slices = _slices(folder, key)
-    shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-    dtypes = {name: part.get_dtype() for name, part in slices.items()}
+    tensors = _tensors(folder, key)
     blocks = [block for adapter in stored_adapters(model, section, _model_type(base)) for block in adapter.blocks()]
     wanted, fused = dict[str, tuple[int, int]](), Counter(block.module for block in blocks)
     for module, (rows, columns), *_ in blocks:
         wanted |= zip(names_of(module), ((section.rank, columns), (rows, section.rank)), strict=True)
-    modules = _modules(shapes, fields)
+    modules = _modules(tensors, fields)
     cure = "merge it with PEFT instead" if modules == section.modules else "name these, or leave it out"
     problem = f"{folder} has adapters of {', '.join(modules)}; {cure}"
     require(modules == _modules(wanted, fields), "lora.modules", section.modules, problem)
-    for name in sorted(shapes.keys() ^ wanted.keys()):
+    for name in sorted(tensors.keys() ^ wanted.keys()):
         problem = f"has {'no' if name in wanted else 'a'} {name}, {'as other layers do' if name in wanted else 'too'}"
         raise ConfigError(key, str(folder), f"{problem}; merge it with PEFT instead")
     for module, count in fused.items():
         problem = f"its {module} has one A, but the {count} matrices in it have one each here; merge it with PEFT"
         require(count == 1, key, str(folder), problem)
     for name, shape in wanted.items():
-        problem = f"its {name} has the shape {list(shapes[name])}, but the model and [lora] give {list(shape)}"
-        require(shapes[name] == shape, key, str(folder), problem)
-        problem = f"its {name} is of type {dtypes[name]}, but only {', '.join(DTYPES)} can be read"
-        require(dtypes[name] in DTYPES, key, str(folder), problem)
+        tensor = tensors[name]
+        problem = f"its {name} has the shape {list(tensor.shape)}, but the model and [lora] give {list(shape)}"
+        require(tensor.shape == shape, key, str(folder), problem)
+        problem = f"its {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
+        require(tensor.dtype in DTYPES, key, str(folder), problem)
 
 
 @torch.no_grad()
@@ -316,14 +308,7 @@ class MergedWeights(CheckpointWeights):
             return CheckpointWeights(self.base).read
         source = open_hugging_face(self.base, "--checkpoint", self.run.config["model"].get("ignore_fields", ()))
         stored = {weight.name: weight for weight in source.stored_parameters(self.model)}
-        read = slice_reader(source.tensors)
-
-        def read_one(name: str) -> torch.Tensor:
-            weight = torch.empty(stored[name].shape)
-            fill_part(weight, (0,) * weight.ndim, stored[name], read)
-            return weight
-
-        return read_one
+        return lambda name: source.read(stored[name])
 
     @torch.no_grad()
     def read(self, name: str) -> torch.Tensor:

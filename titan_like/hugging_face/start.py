@@ -22,7 +22,7 @@ from titan_like.config.load import edit, setting
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig, TokenOptions
 from titan_like.data.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
-from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model, slice_reader
+from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model
 from titan_like.hugging_face.peft import base_of, is_peft, peft_settings
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
@@ -172,18 +172,11 @@ def free_fields(config: JobConfig, model: TransformerConfig, start: Start) -> fr
     """The fields in which a run's model may differ from its source: rotary positions too, if overrides set them."""
     free, kinds = set(_ROPE), start.shape.get("kinds")
     if kinds:  # each has its own
-        ours = plain(model.model_dump(mode="json")).get("kinds", {})
-        free = {"kinds"} if _without_rope(ours) == _without_rope(kinds) else set()
-    return may_differ(model) | start.free | (free & config.model.overrides.keys())
-
-
-def _without_rope(kinds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: kind | dict.fromkeys(_ROPE) for name, kind in kinds.items()}
-
-
-def may_differ(model: TransformerConfig) -> frozenset[str]:
-    """The fields of a model that need not be those of its initial weights."""
-    return model.not_in_weights | (frozenset() if "tokens" in model.predictions else {"tied_embeddings"})
+        both = plain(model.model_dump(mode="json")).get("kinds", {}), kinds
+        ours, theirs = ({name: kind | dict.fromkeys(_ROPE) for name, kind in table.items()} for table in both)
+        free = {"kinds"} if ours == theirs else set()
+    of_head = frozenset() if "tokens" in model.predictions else {"tied_embeddings"}
+    return model.not_in_weights | of_head | start.free | (free & config.model.overrides.keys())
 
 
 @torch.no_grad()
@@ -200,12 +193,12 @@ def read_weights(
     """
     source, tensors = open_hugging_face(path, _KEY, ignore), model_tensors(model, base=True)
     shape = (model.stages[0].module if isinstance(model, ParallelModel) else model).config
-    read, new = slice_reader(source.tensors), tuple(f"{name}." for name in may_lack)
+    new = tuple(f"{name}." for name in may_lack)
     for stored in source.stored_parameters(shape):
         tensor = tensors.get(stored.key)
         is_new = stored.name.startswith(new) and not stored.sources.keys() <= source.tensors.keys()
         if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
             for part, offset in local_parts(tensor):
-                fill_part(part, offset, stored, read)
+                fill_part(part, offset, stored, source.read_slice)
     for copy, original in model.copies() if isinstance(model, ParallelModel) else ():
         copy.copy_(original)

@@ -28,10 +28,7 @@ class LineContext(NamedTuple):
 
 
 def format_log_line(records: Sequence[StepRecord], style: Literal["short", "megatron"], context: LineContext) -> str:
-    """The log line for the steps since the last one.
-
-    Time, loss and rates are means over the steps; other values are the last step's.
-    """
+    """The steps since the last log line: means of their times, losses and rates; other values are the last step's."""
     if style == "megatron":
         return f" {' | '.join(_megatron_parts(records, context))} |"
     return f" {' | '.join(_short_parts(records, context))}"
@@ -123,10 +120,7 @@ def format_validation(step: int, figures: Mapping[str, float]) -> str:
 
 
 def format_sources(sources: dict[str, float]) -> str:
-    """What a blend has taken from each source, from the ``samples/NAME`` and ``epochs/NAME`` of a record.
-
-    A stream has no ``epochs/NAME``.
-    """
+    """What a blend has taken from each source: ``samples/NAME`` and, unless it is a stream, ``epochs/NAME``."""
     samples = {key.removeprefix("samples/"): count for key, count in sources.items() if key.startswith("samples/")}
     total = max(1, sum(samples.values()))
     parts = [

@@ -1,9 +1,8 @@
 """FLOPs of training in three conventions, each with a name.
 
 - ``hardware``: with recomputation and the full attention matrix (arXiv 2104.04473, appendix), or as many keys for each
-  query as a layer's window has. HFU is this rate over the
-  peak. It counts the whole forward pass of a recomputed layer; torch skips that layer's last matmul if nothing
-  after it needs the result.
+  query as a layer's window has. HFU is this rate over the peak. It counts the whole forward pass of a recomputed layer;
+  torch skips that layer's last matmul if nothing after it needs the result.
 - ``model``: without recomputation, with the same attention matrix. It gives MFU as defined in arXiv 2204.02311.
 - ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves. Where samples have
   masks of their own (documents, prefixes, padding), with the pairs of a query and a key that these leave.
@@ -62,10 +61,7 @@ def recomputed_flops(
 def model_flops_per_token(
     model: TransformerConfig, seq_len: int, causal: bool = False, decoder_seq_len: int = 0
 ) -> float:
-    """Forward plus backward (2 × forward), without recomputation.
-
-    ``causal`` counts half of an attention matrix with a causal mask.
-    """
+    """Forward plus backward (2 × forward), without recomputation; ``causal`` as of `layer_flops`."""
     lengths = seq_len, decoder_seq_len
     return 3 * (layer_flops(model, *lengths, causal) + head_flops(model, *lengths)) / seq_len
 

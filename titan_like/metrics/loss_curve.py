@@ -17,47 +17,41 @@ from titan_like.metrics.run_files import METRICS_FILE, complete_lines, read_sett
 _BARS = " ▁▂▃▄▅▆▇█"
 _MARKS = "ox+*#%&=abcdefghijklmnpqrstuvwyz"  # ASCII, so that every terminal shows them
 _SEVERAL = "@"
-_LOSSES, _AMOUNTS = ("loss", "validation_loss"), ("consumed_tokens", "step_time_s")
+_AMOUNTS = ("consumed_tokens", "step_time_s")
 _PLACES = ("job.dump_folder", "job.config_file", "job.description", "metrics.run_name")  # differ in every run
 
 Curve = list[tuple[int, float]]
 """Steps and losses."""
 
 
-def read_losses(path: Path, names: Sequence[str] = _LOSSES) -> dict[str, Curve]:
-    """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl, or the figures ``names``.
-
-    Figures that are not finite, or too large for a float, are left out, and so is a line that is being written.
-    """
-    curves = {key: [point for point in curve if not isnan(point[1])] for key, curve in _read(path, names).items()}
-    return {key: curve for key, curve in curves.items() if curve}
+def read_losses(path: Path) -> dict[str, Curve]:
+    """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl, as far as it is finite."""
+    curves = {key: [point for point in curve if not isnan(point[1])] for key, curve in _read(path).items()}
+    return {key: curve for key, curve in curves.items() if curve and key not in _AMOUNTS}
 
 
-def _read(path: Path, names: Sequence[str]) -> dict[str, Curve]:
-    """The figures ``names``, of which those that are not finite are NaN."""
+def _read(path: Path) -> defaultdict[str, Curve]:
+    """Losses, tokens and times; NaN where they are not finite, or too large for a float."""
     curves = defaultdict[str, Curve](list)
     for step, line in complete_lines(path):
         for key, value in json.loads(line).items():
-            if key.partition("/")[0] in names and (value is None or isinstance(value, int | float)):
+            is_read = key.partition("/")[0] in ("loss", "validation_loss", *_AMOUNTS)
+            if is_read and (value is None or isinstance(value, int | float)):
                 curves[key].append((step, nan if value is None or not abs(value) < 1e300 else value))
-    return dict(curves)
+    return curves
 
 
 def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run.
-
-    A final loss is NaN if it was not finite.
-    """
+    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run."""
     rows, settings = defaultdict[str, dict[str, Any]](dict), {name: read_settings(folders[name]) for name in folders}
-    figures = {name: _read(folder / METRICS_FILE, (*_LOSSES, *_AMOUNTS)) for name, folder in folders.items()}
+    figures = {name: _read(folder / METRICS_FILE) for name, folder in folders.items()}
     for name, curves in figures.items():
-        for key, curve in sorted(curves.items()):
-            if key not in _AMOUNTS:
-                rows[f"final {key}"][name] = curve[-1][1]
-                best = min(((loss, step) for step, loss in curve if not isnan(loss)), default=(None, None))
-                rows[f"best {key}"][name], rows[f"step of best {key}"][name] = best
+        for key in sorted({*curves} - {*_AMOUNTS}):
+            rows[f"final {key}"][name] = curves[key][-1][1]
+            best = min(((loss, step) for step, loss in curves[key] if not isnan(loss)), default=(None, None))
+            rows[f"best {key}"][name], rows[f"step of best {key}"][name] = best
     for name, curves in figures.items():
-        tokens, seconds = ([amount for _, amount in curves.get(key, []) if not isnan(amount)] for key in _AMOUNTS)
+        tokens, seconds = ([amount for _, amount in curves[key] if not isnan(amount)] for key in _AMOUNTS)
         rows["tokens"][name], rows["seconds"][name] = max(tokens, default=None), sum(seconds)
     for key in sorted({*chain(*settings.values())} - {*_PLACES}):
         values = {name: of_run.get(key) for name, of_run in settings.items() if of_run}
@@ -100,11 +94,8 @@ def text_curves(runs: Mapping[str, Curve], width: int = 72, height: int = 16, co
             cell = round((value - low) / ((high - low) or 1.0) * (height - 1)), column
             text = f"\x1b[{colour}m{mark}\x1b[0m" if colours else mark
             cells[cell] = _SEVERAL if cells.get(cell, text) != text else text
-    lines = []
-    for row in reversed(range(height)):
-        label = {height - 1: f"{high:.3f}", 0: f"{low:.3f}"}.get(row, "")
-        lines.append(f"{label:>8s} |" + "".join(cells.get((row, column), " ") for column in range(width)).rstrip())
-    return "\n".join([*lines, f"{'step':>8s}  {first} {last:>{max(width - len(str(first)) - 1, 1)}}"])
+    rows = ["".join(cells.get((row, column), " ") for column in range(width)).rstrip() for row in range(height)]
+    return _with_axes([f"|{row}" for row in rows], low, high, first, last, width)
 
 
 def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int = 10) -> str:
@@ -114,19 +105,19 @@ def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int
     columns = [median(loss for _, loss in losses[a:b]) for a, b in pairwise(edges)]
     low, high = min(columns), max(columns)
     eighths = [1 + (value - low) / ((high - low) or 1.0) * (8 * height - 1) for value in columns]
-    lines = []
-    for row in reversed(range(height)):
-        label = {height - 1: f"{high:.3f}", 0: f"{low:.3f}"}.get(row, "")
-        lines.append(f"{label:>8s} ┤" + "".join(_BARS[round(min(max(e - 8 * row, 0), 8))] for e in eighths))
-    first, last = (str(losses[at][0]) for at in (0, -1))
-    return "\n".join([*lines, f"{'step':>8s}  {first} {last:>{max(width - len(first) - 1, 1)}s}"])
+    rows = ["".join(_BARS[round(min(max(e - 8 * row, 0), 8))] for e in eighths) for row in range(height)]
+    return _with_axes([f"┤{row}" for row in rows], low, high, losses[0][0], losses[-1][0], width)
+
+
+def _with_axes(rows: Sequence[str], low: float, high: float, first: int, last: int, width: int) -> str:
+    """Rows, the lowest first, with the lowest and the highest loss, above the first and the last step."""
+    labels = {0: f"{low:.3f}", len(rows) - 1: f"{high:.3f}"}
+    lines = [f"{labels.get(number, ''):>8s} {row}" for number, row in enumerate(rows)]
+    return "\n".join([*reversed(lines), f"{'step':>8s}  {first} {last:>{max(width - len(str(first)) - 1, 1)}}"])
 
 
 def draw_losses(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Draw the losses of runs by name: each step's and the mean of the steps around it, and validations with markers.
-
-    Needs matplotlib.
-    """
+    """Draw the losses of runs by name: of each step, averaged over the steps around it, and of validations."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

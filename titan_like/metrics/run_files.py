@@ -37,12 +37,7 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
 
     The file of another run is renamed, the first one to metrics.1.jsonl. A run that resumes takes its own file back if
     another run had renamed it. If the run ``goes_back`` at its user's wish, the file with later lines is kept too.
-
-    Returns:
-        The last step of the run's own lines, of which those after ``start_step`` are dropped.
-
-    Raises:
-        OSError: files cannot be written or renamed.
+    Returns the last step that the run's own lines had.
     """
     resumes = start_step > 0
     # A file whose run is not known is taken for the run's own if the run resumes.
@@ -56,10 +51,7 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
 
 
 def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> int:
-    """Drop all but the complete lines of steps up to ``step``, and return the last step that there was.
-
-    A line that a crash cut off is dropped, too.
-    """
+    """Drop all but the complete lines of steps up to ``step``, and return the last step that there was."""
     content, lines = path.read_bytes(), complete_lines(path)
     kept = "".join(line for number, line in lines if number <= step).encode()
     if keeps_copy and any(number > step for number, _ in lines):

@@ -186,12 +186,7 @@ class _Trace(BaseModel):
 
 
 def read_trace(path: Path) -> StepTimeline:
-    """Read the timeline back from a file with the JSON of `chrome_trace`.
-
-    Raises:
-        ValueError: the file cannot be read, contains something else, or its passes do not follow its schedule; the
-            message is the predicate of a sentence.
-    """
+    """Read the JSON of `chrome_trace` back; for any other file a `ValueError` with the predicate of a sentence."""
     with user_file(path, ValueError, "is no timeline"):
         step = _Trace.model_validate_json(path.read_bytes()).timeline
         order = defaultdict(list)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import math
-import netrc
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-from urllib.parse import urlparse
+from typing import Any, NamedTuple
 
 from titan_like.config.errors import ConfigError, first_line, printable, require, shortened
 from titan_like.config.monitoring import Metrics
@@ -69,14 +66,13 @@ def build_writers(
 def go_back(writers: Sequence[Writer], step: int) -> None:
     """Let the writers drop the records after ``step``, which are trained again. A line names those that cannot."""
     for writer in writers:
-        if isinstance(writer, JsonLinesWriter | TensorBoardWriter):
-            writer.go_back(step)
+        writer.go_back(step)
     _name_keepers(writers, step)
 
 
 def _name_keepers(writers: Sequence[Writer], step: int) -> None:
-    names = [writer.name for writer in writers if isinstance(writer, WandbWriter | MLflowWriter)]
-    last = max((writer.last_step for writer in writers if isinstance(writer, JsonLinesWriter)), default=step)
+    names = [writer.name for writer in writers if writer.keeps]
+    last = max((writer.last_step for writer in writers), default=step)
     if names and last > step:
         steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
         print(f" the earlier figures of {steps} stay in {' and '.join(names)}", flush=True)
@@ -117,68 +113,98 @@ def check_trackers(metrics: Metrics) -> None:
         raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)
 
 
-@contextmanager
-def _reported_once(
-    problems: list[str], target: Path | str, consequence: str, kind: type[Exception] = OSError
-) -> Iterator[None]:
-    """Suppress errors of the file system, or of another ``kind``, and print a line about the first.
+class Writer:
+    """Receives the steps in order; a validation adds values to the last. Its first error is printed, none is raised."""
 
-    Their reasons are added to ``problems``.
-    """
-    try:
-        yield
-    except kind as error:
-        problems.append(getattr(error, "strerror", None) or first_line(error))
-        if len(problems) == 1:
-            print(f"{target} cannot be written ({problems[0]}) and {consequence}", flush=True)
+    keeps = False  # whether its records of steps that are trained again cannot be removed
+    last_step = 0  # that a file had until now
+    errors: type[Exception] = Exception  # each tracker has kinds of its own
+    tries_again = False  # after an error
+    consequence = "gets no more figures; metrics.jsonl has them"
+
+    def __init__(self, name: str) -> None:
+        self.name, self._has_failed = name, False
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record values of the step."""
+        self._attempt(self._write, step, {grouped(key): x for key, x in values.items() if x is not None})
+
+    def close(self, end: RunEnd = FINISHED) -> None:
+        """Record what waits, and how the run ended."""
+        self._attempt(self._close, end)
+
+    def go_back(self, step: int) -> None:
+        """Drop the records after ``step``, unless the writer ``keeps`` them."""
+
+    def _write(self, step: int, figures: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _close(self, end: RunEnd) -> None:
+        raise NotImplementedError
+
+    def _attempt(self, action: Callable[..., object], *arguments: Any) -> None:
+        if self._has_failed and not self.tries_again:
+            return
+        try:
+            action(*arguments)
+        except self.errors as error:
+            if not self._has_failed:
+                reason = getattr(error, "strerror", None) or first_line(error)
+                print(f"{self.name} cannot be written ({reason}) and {self.consequence}", flush=True)
+            self._has_failed = True
 
 
-class JsonLinesWriter:
+class JsonLinesWriter(Writer):
     """Writes one JSON object per line; NaN and infinity, which JSON lacks, become null.
 
     `own_file` says what becomes of the file of another run. Steps for which a full disk has no room are left out. No
     other job writes to the folder, because this job holds its lock.
     """
 
+    errors, tries_again, consequence = OSError, True, "lacks steps"
+
     def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
-        self._path, self._run_id, self._of_run = path, run_id, (start_step, run_id, goes_back)
+        super().__init__(str(path))
+        self._path, self._run_id = path, run_id
         self._file: FileIO | None = None  # None as long as it cannot be opened
-        self._step: int | None = start_step  # the last line's
-        self.last_step = start_step  # that the file had when the run began
-        self._problems: list[str] = []
-        with self._reported():
-            self._opened()
+        self._begin(start_step, goes_back)
+
+    def _begin(self, step: int, goes_back: bool = False) -> None:
+        self._of_run = step, self._run_id, goes_back
+        self._step: int | None = step  # the last line's
+        self.last_step = step
+        self._attempt(self._opened)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append the step, or add to the last line if that is the step's."""
-        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
+        self._attempt(self._write, step, values)
+
+    def _write(self, step: int, figures: Mapping[str, Any]) -> None:
+        finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in figures.items()}
         adds, self._step = step == self._step, None
         line = json.dumps(finite if adds else {"step": step} | finite | {"run_id": self._run_id})
-        with self._reported():
-            file = self._opened()
-            size = file.seek(-2 if adds else 0, os.SEEK_END)  # a line ends with a brace and a newline
-            data = f"{', ' + line[1:] if adds else line}\n".encode()
-            try:
-                if file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._step = step
-            except OSError:
-                file.truncate(size)
-                file.seek(size)
-                file.write(b"}\n" if adds else b"")
-                raise
+        file = self._opened()
+        size = file.seek(-2 if adds else 0, os.SEEK_END)  # a line ends with a brace and a newline
+        data = f"{', ' + line[1:] if adds else line}\n".encode()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._step = step
+        except OSError:
+            file.truncate(size)
+            file.seek(size)
+            file.write(b"}\n" if adds else b"")
+            raise
 
-    def close(self, end: RunEnd = FINISHED) -> None:
-        """Close the file."""
+    def _close(self, end: RunEnd = FINISHED) -> None:
         if self._file is not None:
             self._file.close()
 
     def go_back(self, step: int) -> None:
         """Drop the lines after ``step``."""
-        self.close()
-        self._file, self._step, self._of_run = None, step, (step, self._run_id, False)
-        with self._reported():
-            self._opened()
+        self._close()
+        self._file = None
+        self._begin(step)
 
     def _opened(self) -> FileIO:
         if self._file is None:
@@ -187,137 +213,110 @@ class JsonLinesWriter:
             self._file = open(self._path, "r+b", buffering=0)
         return self._file
 
-    def _reported(self) -> AbstractContextManager[None]:
-        return _reported_once(self._problems, self._path, "lacks steps")
 
-
-class TensorBoardWriter:
-    """Writes TensorBoard scalars, and the run's facts as text, as long as its files can be written."""
+class TensorBoardWriter(Writer):
+    """Writes TensorBoard scalars, and the run's facts as text."""
 
     def __init__(self, folder: Path, start_step: int, facts: Mapping[str, Any]) -> None:
-        self._folder, self._problems = folder, list[str]()
-        self._writer: Any = None
+        super().__init__(str(folder))
         text = json.dumps(facts, indent=2, default=str)  # Markdown shows indented text as it is
         self._text = f"    {text}".replace("\n", "\n    ")
-        self.go_back(start_step)
+        self._attempt(self._begin, start_step)
+
+    def _begin(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(self.name, purge_step=step + 1)
+        self._writer.add_text("configuration", self._text, step)
 
     def go_back(self, step: int) -> None:
         """Begin a file that makes TensorBoard drop the figures after ``step``."""
-        from torch.utils.tensorboard import SummaryWriter
-
         self.close()
-        with self._reported():
-            if not self._problems:
-                self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
-                self._writer.add_text("configuration", self._text, step)
+        self._attempt(self._begin, step)
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record numbers of the step."""
-        with self._reported():
-            for key, value in values.items() if self._writer is not None and not self._problems else ():
-                if value is not None:
-                    self._writer.add_scalar(grouped(key), value, step)
+    def _write(self, step: int, figures: Mapping[str, Any]) -> None:
+        for key, value in figures.items():
+            self._writer.add_scalar(key, value, step)
 
-    def close(self, end: RunEnd = FINISHED) -> None:
-        """Flush to disk."""
-        with self._reported():
-            if self._writer is not None and not self._problems:
-                self._writer.close()
-
-    def _reported(self) -> AbstractContextManager[None]:
-        return _reported_once(self._problems, self._folder, "gets no more figures; metrics.jsonl has them")
+    def _close(self, end: RunEnd) -> None:
+        self._writer.close()
 
 
-class WandbWriter:
+class WandbWriter(Writer):
     """Logs to wandb under the run's own id, so that a resumed job continues the same run there.
 
     If the server refuses or does not answer, the run is logged offline.
     """
 
-    name = "wandb"
+    keeps = True
 
     def __init__(self, config: JobConfig, folder: Path, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        import wandb
-
-        mode: Literal["online", "offline"] | None
-        if config.metrics.wandb_mode != "auto":
-            mode = config.metrics.wandb_mode
-        elif "WANDB_MODE" in os.environ:
-            mode = None  # wandb reads the variable itself
-        else:
-            mode = "online" if _wandb_key_configured() else "offline"
+        super().__init__("wandb")
+        self._step = 0  # the last one that was logged
         for wait in ("INIT", "FINISH"):  # the run waits for them
             os.environ.setdefault(f"WANDB_{wait}_TIMEOUT", "15")
-        begin = partial(
-            wandb.init,
-            project=config.metrics.wandb_project,
-            name=name,
-            notes=config.job.description or None,
-            id=run_id,
-            resume="allow",
-            dir=str(folder),
-            config=dict(facts),
-            allow_val_change=True,  # a resumed run may have another layout
-        )
-        self._run: Any = None
-        self._problems, self._step = list[str](), 0  # the last step that was logged
+        mode: Any = config.metrics.wandb_mode
+        if mode == "auto":  # wandb reads the variable itself
+            mode = None if "WANDB_MODE" in os.environ else "online" if _wandb_key_configured() else "offline"
+        settings = {
+            "project": config.metrics.wandb_project,
+            "name": name,
+            "notes": config.job.description or None,
+            "id": run_id,
+            "resume": "allow",
+            "dir": str(folder),
+            "config": dict(facts),
+            "allow_val_change": True,  # a resumed run may have another layout
+        }
+        self._attempt(self._begin, mode, settings)
+
+    def _begin(self, mode: Any, settings: dict[str, Any]) -> None:
+        import wandb
+
         try:
-            self._run = begin(mode=mode)
-        except Exception as error:  # wandb has many kinds
+            self._run: Any = wandb.init(**settings, mode=mode)
+        except Exception as error:
             wandb.teardown()  # its process still has the run open
-            with self._reported():
-                self._run = begin(mode="offline")
-                reason = shortened(printable(" ".join(str(error).split())))
-                sync = f"upload them with: wandb sync {folder}/wandb/offline-run-*-{run_id}"
-                print(f" wandb gets no figures ({reason}); they are kept offline, {sync}", flush=True)
+            self._run = wandb.init(**settings, mode="offline")
+            reason = shortened(printable(" ".join(str(error).split())))
+            sync = f"upload them with: wandb sync {settings['dir']}/wandb/offline-run-*-{settings['id']}"
+            print(f" wandb gets no figures ({reason}); they are kept offline, {sync}", flush=True)
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log values of the step, unless wandb has a later one, after which it takes none."""
-        if self._run is None or self._problems:
-            return
-        with self._reported():
-            if step >= max(self._step, self._run.starting_step):
-                self._run.log({grouped(key): value for key, value in values.items() if value is not None}, step=step)
-                self._step = step
+    def _write(self, step: int, figures: Mapping[str, Any]) -> None:
+        if step >= max(self._step, self._run.starting_step):  # it takes nothing after a later step
+            self._run.log(figures, step=step)
+            self._step = step
 
-    def close(self, end: RunEnd = FINISHED) -> None:
+    def _close(self, end: RunEnd) -> None:
         """Finish the run: finished, failed, killed (255, as after Ctrl-C in any run of wandb's) or preempted."""
-        exit_code = end.exit_code
-        with self._reported():
-            if self._run is None:
-                return
-            self._run.summary["end"] = str(end)
-            if end.signal in (signal.SIGTERM, signal.SIGUSR1):  # a cluster's
-                self._run.mark_preempting()
-                exit_code = 128 + end.signal
-            elif end.signal:
-                exit_code = 255
-            self._run.finish(exit_code=exit_code)
-
-    def _reported(self) -> AbstractContextManager[None]:
-        return _reported_once(self._problems, "wandb", "gets no more figures; metrics.jsonl has them", Exception)
+        self._run.summary["end"] = str(end)
+        exit_code = 255 if end.signal else end.exit_code
+        if end.signal in (signal.SIGTERM, signal.SIGUSR1):  # a cluster's
+            self._run.mark_preempting()
+            exit_code = 128 + end.signal
+        self._run.finish(exit_code=exit_code)
 
 
-class MLflowWriter:
-    """Logs to MLflow, as long as its server can be reached. A run that goes on is found there by its id.
+class MLflowWriter(Writer):
+    """Logs to MLflow. A run that goes on is found there by its id.
 
     Steps that it passes again are there twice, because nothing can be removed from MLflow.
     """
 
-    name = "MLflow"
+    keeps = True
 
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
 
+        super().__init__("MLflow")
         for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "10")):  # a step waits for them
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", value)
-        self._client, self._run, self._problems = MlflowClient(), "", list[str]()
+        self._client, self._run = MlflowClient(), ""
         self._waiting, self._sent = list[Any](), -math.inf  # figures, and when the last ones were sent
-        with self._reported():
-            self._run = self._find_run(config, run_id, name, facts)
+        self._attempt(self._begin, config, run_id, name, facts)
 
-    def _find_run(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> str:
-        """MLflow's id of the run, which begins or goes on."""
+    def _begin(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
+        """Begin the run there, or go on with it."""
         from mlflow.entities import Param
 
         client, title = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_like")
@@ -325,48 +324,33 @@ class MLflowWriter:
         experiment = existing.experiment_id if existing else client.create_experiment(title)
         runs = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{run_id}'")
         if runs:
-            client.update_run(runs[0].info.run_id, status="RUNNING", name=name)
-            client.set_tag(runs[0].info.run_id, "resumed_layout", str(facts["layout"]))  # parameters cannot change
-            return runs[0].info.run_id
+            self._run = runs[0].info.run_id
+            client.update_run(self._run, status="RUNNING", name=name)
+            client.set_tag(self._run, "resumed_layout", str(facts["layout"]))  # parameters cannot change
+            return
         tags = {_RUN_TAG: run_id, "mlflow.note.content": config.job.description}
-        run = client.create_run(experiment, run_name=name, tags=tags).info.run_id
+        self._run = client.create_run(experiment, run_name=name, tags=tags).info.run_id
         params = [Param(_INVALID.sub("_", key), str(value)) for key, value in _flat(facts)]
         for first in range(0, len(params), _MLFLOW_PARAMS):
-            client.log_batch(run, params=params[first : first + _MLFLOW_PARAMS])
-        return run
+            client.log_batch(self._run, params=params[first : first + _MLFLOW_PARAMS])
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log values of the step."""
+    def _write(self, step: int, figures: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
 
-        if self._problems:
-            return
         now = int(1000 * time.time())
-        named = [(_INVALID.sub("_", grouped(key)), value) for key, value in values.items() if value is not None]
-        self._waiting += [Metric(name, value, now, step) for name, value in named]
+        self._waiting += [Metric(_INVALID.sub("_", key), value, now, step) for key, value in figures.items()]
         if time.monotonic() - self._sent > _MLFLOW_SECONDS or len(self._waiting) > _MLFLOW_METRICS:
-            self._send()
-
-    def _send(self) -> None:
-        with self._reported():
             self._client.log_batch(self._run, metrics=self._waiting)
-        self._waiting, self._sent = [], time.monotonic()
+            self._waiting, self._sent = [], time.monotonic()
 
-    def close(self, end: RunEnd = FINISHED) -> None:
+    def _close(self, end: RunEnd) -> None:
         """Send what waits, and end the run: finished, failed or killed."""
         from mlflow.entities import RunTag
 
         status = "KILLED" if end.signal else "FAILED" if end.exit_code else "FINISHED"
-        with self._reported():
-            if not self._problems:
-                tags = [RunTag("titan_like.exit_code", str(end.exit_code)), RunTag("titan_like.end", str(end))]
-                self._client.log_batch(self._run, metrics=self._waiting, tags=tags)
-                self._client.set_terminated(self._run, status)
-
-    def _reported(self) -> AbstractContextManager[None]:
-        from mlflow.exceptions import MlflowException
-
-        return _reported_once(self._problems, "MLflow", "gets no more figures; metrics.jsonl has them", MlflowException)
+        tags = [RunTag("titan_like.exit_code", str(end.exit_code)), RunTag("titan_like.end", str(end))]
+        self._client.log_batch(self._run, metrics=self._waiting, tags=tags)
+        self._client.set_terminated(self._run, status)
 
 
 _RUN_TAG = "titan_like.run_id"
@@ -383,16 +367,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + key, value
 
 
-# Each receives the steps in order; a validation adds values to the last.
-Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter | MLflowWriter
-
-
 def _wandb_key_configured() -> bool:
     """Whether wandb can go online without a prompt: a key is in the environment or in the netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    from requests.utils import get_netrc_auth  # as wandb does
+
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))

@@ -101,16 +101,13 @@ class TransformerConfig(BaseModel):
         return filled
 
     @model_validator(mode="after")
-    def _check_divisible(self) -> TransformerConfig:
-        if self.hidden_size % self.num_attention_heads:
+    def _check_heads(self) -> TransformerConfig:
+        has_head_size = "head_size" in type(self).model_fields
+        if self.hidden_size % self.num_attention_heads and not getattr(self, "head_size", 0):
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
-                "choose a divisor"
+                f"choose a divisor{', or set head_size' if has_head_size else ''}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_groups(self) -> TransformerConfig:
         if self.num_attention_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {self.num_attention_heads}; "
@@ -253,15 +250,6 @@ class WithHeadSize(TransformerConfig):
             is_divisible = isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0
             filled["head_size"] = hidden // heads if is_divisible else 0
         return filled
-
-    @model_validator(mode="after")
-    def _check_divisible(self) -> WithHeadSize:
-        if not self.head_size:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
-                "choose a divisor, or set head_size"
-            )
-        return self
 
     @property
     def head_dim(self) -> int:

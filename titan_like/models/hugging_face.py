@@ -7,7 +7,7 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -79,6 +79,11 @@ class Stored:
         if copies and not self.sources.keys() & names:
             return replace(self, sources={copies[0]: next(iter(self.sources.values()))}, copies=copies[1:])
         return replace(self, copies=copies)
+
+    def renamed(self, names: Mapping[str, str]) -> Stored:
+        """The same in files whose tensors have other names."""
+        sources = {names.get(name, name): shape for name, shape in self.sources.items()}
+        return replace(self, sources=sources, copies=tuple(names.get(name, name) for name in self.copies))
 
     @property
     def rows(self) -> list[int]:
@@ -154,12 +159,6 @@ def architecture_of(config: TransformerConfig, model_type: str) -> str:
     return architectures(family)[model_type] if named is None else named(config)
 
 
-def head_prefixes(family: Any) -> tuple[str, ...]:
-    """How the names of the head's tensors begin."""
-    prefix = getattr(family, "HEAD", "lm_head.")
-    return prefix if isinstance(prefix, tuple) else (prefix,)
-
-
 def whole(
     name: str,
     source: str,
@@ -176,15 +175,18 @@ def whole(
     )
 
 
-def linear(ours: str, theirs: str, shape: tuple[int, int], is_transposed: bool = False) -> Iterator[Stored]:
-    """The weight, [out, in], and the bias of a linear layer."""
-    yield whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed)
-    yield whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
-
-
-def norm(ours: str, theirs: str, hidden: int) -> Iterator[Stored]:
-    """The weight and the bias of a LayerNorm."""
-    yield from (whole(f"{ours}.{part}", f"{theirs}.{part}", (hidden,)) for part in ("weight", "bias"))
+def linear(
+    ours: str,
+    theirs: str,
+    shape: tuple[int, ...],
+    has_bias: bool = True,
+    is_transposed: bool = False,
+    pairs: tuple[int, int, int] | None = None,
+) -> Iterator[Stored]:
+    """The weight, [out, in] or of a norm [hidden], and the bias of a layer."""
+    weight = whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed)
+    bias = whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
+    yield from (replace(stored, pairs=pairs) for stored in (weight, bias)[: 1 + has_bias])
 
 
 def fused(
@@ -226,7 +228,8 @@ def to_tensors(parameters: Iterable[Stored], read: Callable[[str], torch.Tensor]
                 continue
         for (source, shape), tensor in zip(stored.sources.items(), rows.split(stored.rows), strict=True):
             lines = tensor.unflatten(0, (shape[0], -1)) if stored.is_stacked else tensor
-            yield source, lines.transpose(-1, -2) if stored.is_transposed and lines.ndim > 1 else lines
+            for name in (source, *stored.copies):
+                yield name, lines.transpose(-1, -2) if stored.is_transposed and lines.ndim > 1 else lines
 
 
 @torch.no_grad()
@@ -356,20 +359,22 @@ class Fields:
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
 
 
-FieldNames = Sequence[tuple[str, str, Any]]
-"""Our field, that of config.json, and the value of a file without it; None if every file must have it."""
+FieldNames = Sequence[tuple[str, str, Any] | tuple[str, str, Any, str]]
+"""Our field, that of config.json, the value of a file without it (None: it must be there), and an alias to prefer."""
 
 
 def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
     """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here."""
     readers: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
     read: dict[str, Any] = {}
-    for ours, theirs, default in names:
-        option = kind.model_fields[ours]
-        read[ours] = readers[option.annotation](theirs, default)
-        most = [rule.le for rule in option.metadata if isinstance(rule, Le)]
-        if most and read[ours] > most[0]:  # checked here, because lists may be as long as the number of layers
-            fields.refuse(theirs, f"which must be at most {most[0]}")
+    for ours, theirs, default, *aliases in names:
+        option, name = kind.model_fields[ours], next((alias for alias in aliases if alias in fields.values), theirs)
+        read[ours] = readers[option.annotation](name, default)
+        if name != theirs and theirs in fields.values:
+            fields.must_be(theirs, read[ours])
+        for rule in option.metadata:  # checked here, because lists may be as long as the number of layers
+            if isinstance(rule, Le) and read[ours] > rule.le:
+                fields.refuse(name, f"which must be at most {rule.le}")
     return read
 
 
@@ -384,7 +389,7 @@ def written_fields(config: TransformerConfig, names: FieldNames, architecture: s
             f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
             f"but {architecture} has one for each"
         )
-    return {theirs: getattr(config, ours) for ours, theirs, _ in names}
+    return {theirs: getattr(config, ours) for ours, theirs, *_ in names}
 
 
 def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:

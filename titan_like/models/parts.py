@@ -6,7 +6,7 @@ torch, so `TransformerConfig` imports it only when something is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -89,14 +89,18 @@ def _shared(config: TransformerConfig) -> Transformer:
 def parts_of(config: TransformerConfig) -> Parts:
     """Count the sizes of a model's parts."""
     model, predicts_next = one_of_each(config), "mtp" in config.predictions
+    # A tied table is the output matrix, and so is after the layers.
+    head = [*parameters_of(model, (*model.head, "output", "output_bias"))]
+    head += [("embedding.weight", model.embedding.weight)] if config.tied_embeddings else []
+    entry = parameters_of(model, model.entry)
     return Parts(
-        tuple(map(_layer_parts, layers_of(model))),
-        sum(parameter.numel() for _, parameter in shared_parameters(model)),
-        sum(p.numel() for name, p in entry_parameters(model) if not (config.tied_embeddings and is_table(name))),
-        sum(parameter.numel() for _, parameter in head_parameters(model)),
+        tuple(map(_layer_parts, model.layers.values())),
+        sum(parameter.numel() for _, parameter in parameters_of(model, model.shared)),
+        sum(p.numel() for name, p in entry if not (config.tied_embeddings and name == "embedding.weight")),
+        sum(parameter.numel() for _, parameter in head),
         sum(
             p.numel() * (1 + predicts_next * (name in ("output.weight", "embedding.weight")))
-            for name, p in head_parameters(model)
+            for name, p in head
             if p.ndim == 2 and name.split(".")[0] not in model.pooled
         ),
         sum(p[0].numel() for m in (model.embedding, model.output, model.output_bias) for p in m.parameters()),
@@ -122,38 +126,14 @@ def _layer_parts(layer: nn.Module) -> LayerParts:
     return LayerParts(size, (matrices[0], matrices[1]), tuple(cores), experts)
 
 
-def layers_of(model: Transformer) -> list[nn.Module]:
-    """The layers of a model from `one_of_each`: one of each kind, in the order of `TransformerConfig.layer_counts`."""
-    return list(model.layers.values())
-
-
-def entry_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and parameters of the modules before the layers."""
-    for name in model.entry:
+def parameters_of(model: Transformer, modules: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and parameters of a model's modules."""
+    for name in modules:
         yield from model.get_submodule(name).named_parameters(prefix=name)
-
-
-def shared_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and parameters of the modules that layers share."""
-    for name in model.shared:
-        yield from model.get_submodule(name).named_parameters(prefix=name)
-
-
-def head_parameters(model: Transformer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and parameters of the modules after the layers, with the embedding table if it is the output matrix."""
-    for name in (*model.head, "output", "output_bias"):
-        yield from model.get_submodule(name).named_parameters(prefix=name)
-    if model.config.tied_embeddings:
-        yield "embedding.weight", model.embedding.weight
-
-
-def is_table(name: str) -> bool:
-    """Whether this is the name of the embedding table."""
-    return name == "embedding.weight"
 
 
 class WithoutInit(TorchFunctionMode):
-    """Skips torch.nn.init, which does nothing on the meta device but take time."""
+    """Skips torch.nn.init, which takes time, on the meta device for nothing, and random numbers."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":

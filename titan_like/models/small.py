@@ -28,7 +28,15 @@ def small_fields(
     hidden = heads * head_dim
     unit = 16 * tensor if float8 else tensor
     ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / unit)) * unit
-    vocab, multiple = small_vocabulary(model, original_tensor, tensor)
+    # Padded, divided evenly among tensor-parallel processes, and with a last shard of padding alone, if the model's is.
+    is_padded = model.padded_vocab_size != model.vocab_size
+    last_shard = model.padded_vocab_size // original_tensor
+    only_padding = original_tensor > 1 and model.padded_vocab_size - last_shard >= model.vocab_size
+    if model.padded_vocab_size % (2 * original_tensor):
+        vocab, multiple = 61, 7 if is_padded else 1  # 63 or 61 rows
+    else:
+        padded = 64 - 64 // tensor - 1 if only_padding else 57
+        vocab, multiple = padded if is_padded else 64, 64
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -38,19 +46,3 @@ def small_fields(
         "vocab_multiple": multiple,
         "init_std": model.init_std * math.sqrt(model.hidden_size / hidden),
     }
-
-
-def small_vocabulary(model: TransformerConfig, original_tensor: int, tensor: int) -> tuple[int, int]:
-    """(vocabulary size, multiple that it is padded to).
-
-    The small vocabulary is padded, divides evenly among the tensor-parallel processes, and has a last shard of nothing
-    but padding, exactly if the model's does.
-    """
-    is_padded = model.padded_vocab_size != model.vocab_size
-    if model.padded_vocab_size % (2 * original_tensor):
-        return (61, 7) if is_padded else (61, 1)  # 63 or 61 rows
-    if not is_padded:
-        return 64, 64
-    last_shard = model.padded_vocab_size // original_tensor
-    only_padding = original_tensor > 1 and model.padded_vocab_size - last_shard >= model.vocab_size
-    return (64 - 64 // tensor - 1 if only_padding else 57), 64

@@ -73,10 +73,6 @@ def _no_accumulation(config: JobConfig) -> JobConfig:
     return config if config.float8.enable or microbatches % fewest else edit(config, larger)
 
 
-def _no_replicas(config: JobConfig) -> JobConfig:
-    return changed(config, replicate=1, shard=Layout.of(config.parallelism).data_parallel)
-
-
 def _no_sequence(config: JobConfig) -> JobConfig:
     """Without sequence parallelism, which experts need."""
     return config if has_experts(model_config(config.model)) else changed(config, sequence_parallel=False)
@@ -106,7 +102,12 @@ AXES = (
     Axis("pipeline_schedule", "the pipeline schedule", _no_schedule, ("pipeline_parallel",)),
     *(_axis(degree) for degree in reversed(DEGREES) if degree.name not in ("replicate", "shard")),
     Axis("zero_stage", "the ZeRO stage", _no_zero, ("data_parallel", "context_parallel")),
-    Axis("replicas", "replicas (HSDP)", _no_replicas, ("zero_stage", "data_parallel")),
+    Axis(
+        "replicas",
+        "replicas (HSDP)",
+        lambda c: changed(c, replicate=1, shard=Layout.of(c.parallelism).data_parallel),
+        ("zero_stage", "data_parallel"),
+    ),
     Axis("data_parallel", "data parallelism", lambda c: changed(c, replicate=1, shard=1)),
     Axis("offload", "offload of activations", lambda c: edit(c, {"activation_checkpoint.offload": False})),
     Axis("recompute", "recomputation of activations", lambda c: edit(c, _NO_RECOMPUTATION)),

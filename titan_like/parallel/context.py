@@ -124,11 +124,7 @@ class RingCore(ContextCore):
     takes_blocks = False
 
     def attend(self, q, k, v, document_mask, bias):  # type: ignore[no-untyped-def]  # as in the base class
-        """As in the base class.
-
-        Raises:
-            ValueError: there is a bias, which does not travel.
-        """
+        """As in the base class, except for a bias, which does not travel."""
         if bias is not None:
             raise ValueError('a ring takes no biases; use parallelism.context_parallel_method = "all_gather"')
         return cp_attention(q, torch.stack((k, v)), document_mask, self, self.group, travels=True)

@@ -98,7 +98,7 @@ def cp_attention_forward(
 
     ``settings`` are those of `Exchange`.
     """
-    how, dtype = Exchange(*settings), _accumulator(q)
+    how, dtype = Exchange(*settings), interval_attention.accumulator(q)
     output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = interval_attention.denominators_before(q, sinks)
     for source, held_keys in _passing(keys, how):
@@ -216,7 +216,7 @@ def _blocks(length: int, ranges: Ranges, how: Exchange, source: int | None) -> I
 def _attend(q: Tensor, keys: Tensor, block: Block, how: Exchange) -> tuple[Tensor, Tensor]:
     k, v = keys
     if block.first is not None and block.end is not None:
-        return interval_attention.attend(q, k, v, block.first, block.end, how.scale, how.softcap)
+        return interval_attention.attend(q, k, v, block.first, block.end, None, how.scale, how.softcap)
     return flash_attention(q, k, v, block.is_causal, how.scale)
 
 
@@ -238,12 +238,8 @@ def _merge(output: torch.Tensor, denominator: torch.Tensor, result: torch.Tensor
     denominator.copy_(merged)
 
 
-def _accumulator(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 _attention.register_fake(
-    lambda q, *_: (interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q)))
+    lambda q, *_: (interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=interval_attention.accumulator(q)))
 )
 _attention_gradients.register_fake(
     lambda _, q, keys, first, end, sinks, *__: (

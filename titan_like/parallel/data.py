@@ -48,11 +48,6 @@ def summed_in_full(model: Transformer) -> list[nn.Parameter]:
     return [p for p in model.embedding.parameters() if p.requires_grad] if SUMS_USES_IN_FULL and is_used_twice else []
 
 
-def _in_float8(model: Transformer) -> list[nn.Parameter]:
-    """Weights that their modules cast to float8, and that need no copy in another dtype."""
-    return [m.weight for m in model.modules() if isinstance(m, LinearGemms) and m.float8 is not None]
-
-
 class DataParallel:
     """Sums the gradients of a model, or of one stage, over data-parallel ranks. Changes the model in place.
 
@@ -79,7 +74,9 @@ class DataParallel:
         of_dense, of_experts = groups_of(mesh, expert_mesh)
         full_precision = dtype in (torch.float32, torch.float64)
         if shares_nothing(mesh, expert_mesh):
-            special = summed_in_full(model), _in_float8(model)
+            # What modules cast to float8 needs no copy in another dtype.
+            to_float8 = [m.weight for m in model.modules() if isinstance(m, LinearGemms) and m.float8 is not None]
+            special = summed_in_full(model), to_float8
             self.copies = None if full_precision else ComputeCopies(model, dtype, *special, tuning.gradient_bytes)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(

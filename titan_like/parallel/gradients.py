@@ -97,7 +97,8 @@ class CopiedUnit:
         self.masters, self.copies = [master for master, _ in members], [copy for _, copy in members]
         self._versions = list[int]()  # of the master weights when an update has written the copies
         self._has_copy = [copy is not master for master, copy in members]
-        self._of_masters, self._of_copies = _local(self.masters), _local(self.copies)
+        # This process's parts, which share their memory with the tensors.
+        self._of_masters, self._of_copies = ([local(x.detach()) for x in xs] for xs in (self.masters, self.copies))
         self._freed: list[torch.Tensor] = []  # of these copies
         self._one = self._of_masters[0].new_ones(1)
         self._is_sharded = any(isinstance(master.data, DTensor) for master in self.masters)
@@ -167,11 +168,6 @@ def _in_units(
         units[0].insert(0, member)
         size += local(member[1].data).nbytes
     return units
-
-
-def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This process's parts, which share their memory with the tensors."""
-    return [local(tensor.detach()) for tensor in tensors]
 
 
 def split_as(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_like.data.batch import Batch
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.init import ADAPTER_NAMES
-from titan_like.models.parts import layers_of, one_of_each, shared_parameters
+from titan_like.models.parts import one_of_each, parameters_of
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import local, widen
 from titan_like.parallel.data import DataParallel
@@ -143,9 +143,9 @@ class WholeModel(TimedPasses):
 def stages_of_tied_parameters(model: TransformerConfig, splits: Sequence[StageLayers]) -> dict[str, tuple[int, ...]]:
     """Name of each parameter that several stages hold → numbers of these stages."""
     small, kinds = one_of_each(model), model.layer_kinds
-    uses = [shared_modules(layer) for layer in layers_of(small)]
+    uses = [shared_modules(layer) for layer in small.layers.values()]
     stages_of = {}
-    for name, _ in shared_parameters(small):
+    for name, _ in parameters_of(small, small.shared):
         module = name.partition(".")[0]
         stages_of[name] = [i for i, split in enumerate(splits) if any(module in uses[kinds[n]] for n in split.layers)]
     if model.uses_table_last:

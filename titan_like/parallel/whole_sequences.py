@@ -7,7 +7,7 @@ else that mixes positions, such as a convolution or a mean, would compute from t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from titan_like.models.batch import Batch
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
-from titan_like.models.layers.experts import Router
+from titan_like.models.parts import WithoutInit
 from titan_like.models.small import small_fields
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.extend import extend
@@ -30,7 +30,7 @@ from titan_like.parallel.tensor_styles import Region, Style
 _POSITIONS = 1024  # of each sequence
 _TOLERANCE = 1e-6  # relative; a family may compute in float32, which rounds by 6e-8
 
-Calls = list[tuple[str, list[torch.Tensor], list[torch.Tensor]]]  # a module's name, what it is given and returns
+Call = tuple[str, list[torch.Tensor], list[torch.Tensor]]  # a module's name, what it is given, what it returns
 
 
 class _OwnKey(AttentionCore):
@@ -72,15 +72,12 @@ def _first_difference(config: TransformerConfig, in_blocks: bool) -> str | None:
     length = _POSITIONS * (2 if config.has_decoder else 1)
     fields = config.model_dump() | small_fields(config, 1, 1, 1, False, False) | config.shrunk(_POSITIONS)
     small = type(config).model_validate(fields | {"max_seq_len": length})
-    with torch.device("meta"):
+    with WithoutInit():
         model: Transformer = small.family_module("model").build(small).to(torch.float64).requires_grad_(False)
-    model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # zeros, with which some begin, would hide what they multiply
         nn.init.normal_(parameter, std=0.3, generator=generator)
     for name, module in model.named_modules():
-        if isinstance(module, Router):
-            module.reset()
         if isinstance(module, AttentionCore):
             if type(module).attend is not AttentionCore.attend and not in_blocks:
                 return name  # context parallelism would compute something else in its place
@@ -93,26 +90,15 @@ def _first_difference(config: TransformerConfig, in_blocks: bool) -> str | None:
     tokens[:, ::2] += small.vocab_size // 2  # else both halves might have the same largest values
     halves = [torch.arange(_POSITIONS - 1 - first, -1, -2) for first in (0, 1)]
     whole, *parts = (_run(model, tokens, x, blocks) for x in (torch.arange(_POSITIONS), *halves))
-    order = {
-        n: torch.cat([x + start for x in halves for start in range(0, n, _POSITIONS)]) for n in (_POSITIONS, length)
-    }
-
-    def agree(of_whole: list[torch.Tensor], *of_parts: list[torch.Tensor]) -> bool:
-        for x, *halves in zip(of_whole, *of_parts, strict=True):
-            if x.ndim < 2:  # a loss, which is a sum
-                expected, given = x, torch.stack(halves).sum(0)
-            elif x.shape[1] not in order or x.shape[1] != sum(half.shape[1] for half in halves):
-                continue
-            else:
-                expected, given = x[:, order[x.shape[1]]], torch.cat(halves, 1)
-            if not torch.allclose(expected, given, 0, _TOLERANCE * float(expected.abs().max())):
-                return False
-        return True
-
     for (name, given, returned), *of_parts in zip(whole, *parts, strict=True):
-        if agree(given, *(x for _, x, _ in of_parts)) and not agree(returned, *(x for _, _, x in of_parts)):
+        if _is_sum(given, *(x for _, x, _ in of_parts)) and not _is_sum(returned, *(x for _, _, x in of_parts)):
             return name or type(model).__name__
     return None
+
+
+def _is_sum(whole: list[torch.Tensor], *parts: list[torch.Tensor]) -> bool:
+    sums = ((x, torch.stack(halves).sum(0)) for x, *halves in zip(whole, *parts, strict=True))
+    return all(torch.allclose(x, total, 0, _TOLERANCE * float(x.abs().max())) for x, total in sums)
 
 
 def _blocks(model: Transformer) -> list[str]:
@@ -123,35 +109,35 @@ def _blocks(model: Transformer) -> list[str]:
     return [name for name, style in styles.items() if isinstance(style, Style) and issubclass(style.kind, Region)]
 
 
-def _run(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, blocks: list[str]) -> Calls:
+def _run(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, blocks: list[str]) -> list[Call]:
     """The losses of ``tokens`` at ``positions`` of each sequence: calls of modules outside of ``blocks``."""
-    calls: Calls = []
-
-    def reduced(values: Iterable[Any], *ndims: int) -> list[torch.Tensor]:
-        """Of the hidden states, a number for each position."""
-        tensors = [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim in ndims]
-        return [x.double() @ torch.arange(1.0, x.shape[2] + 1).double().sin() if x.ndim == 3 else x for x in tensors]
-
-    def note(name: str, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        calls.append((name, reduced((*args, *named.values()), 3), reduced(outputs, 0, 1, 3)))
-
-    inner = tuple(f"{block}." for block in blocks)
-    hooks = [
-        module.register_forward_hook(lambda _, args, named, x, name=name: note(name, args, named, x), with_kwargs=True)
-        for name, module in model.named_modules()
-        if not name.startswith(inner)
-    ]
-    share, fields = _POSITIONS // len(positions), dict[str, Any](positions=positions)
+    calls, where, fields = list[Call](), positions, dict[str, Any](positions=positions)
+    share, length = _POSITIONS // len(positions), model.config.max_seq_len
     if model.config.has_decoder:
-        tokens = torch.cat([part[:, positions] for part in tokens.chunk(2, 1)], 1)
+        where = torch.cat((positions, positions + _POSITIONS))
         # They count from 0 in both parts of a CP shard, as in `CPShard.shard`.
-        both = torch.cat((positions, positions + (_POSITIONS if share == 1 else 0)))
-        fields = {"positions": both, "encoder_len": len(positions)}
-    else:
-        tokens = tokens[:, positions]
+        fields = {"positions": where if share == 1 else positions.repeat(2), "encoder_len": len(positions)}
+    tokens = tokens[:, where]
     if "mtp" in model.config.predictions:
         fields |= {"next_tokens": tokens // 2, "next_labels": tokens}
+
+    def reduced(values: Iterable[Any], *ndims: int) -> list[torch.Tensor]:
+        """Losses, and of hidden states a number at each position of the whole sequence: 0 where they have none."""
+        tensors = [x.double() for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        numbers = [x for x in tensors if x.ndim in ndims]
+        for x in tensors:
+            if x.ndim == 3 and x.shape[1] in (len(positions), len(where)):
+                sums = x @ torch.arange(1.0, x.shape[2] + 1).double().sin()
+                numbers.append(x.new_zeros(len(x), length).index_copy_(1, where[: x.shape[1]], sums))
+        return numbers
+
+    def note(name: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        calls.append((name, reduced((*args, *named.values())), reduced(outputs, 0, 1)))
+
+    inner = tuple(f"{block}." for block in blocks)
+    modules = {name: module for name, module in model.named_modules() if not name.startswith(inner)}
+    hooks = [module.register_forward_hook(partial(note, name), with_kwargs=True) for name, module in modules.items()]
     model.context_shards = share
     no_labels = torch.full((len(tokens),), IGNORED_LABEL)  # those of samples, whose first token has the head
     factors = torch.ones(len(model.config.predictions), dtype=torch.float64)

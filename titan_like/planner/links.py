@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.planner.profile import Profile, is_builtin
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 BETWEEN_NODES = "two nodes"  # ranks with the same number on two nodes
 # Operation → bytes that each of n processes sends over its link, as a share of the buffer.
@@ -52,6 +56,31 @@ class Measurement:
         """The measurement for JSON."""
         rates = {"algorithm_bandwidth": self.algorithm_bandwidth, "bus_bandwidth": self.bus_bandwidth}
         return asdict(self) | rates
+
+
+def operation_on(name: str, buffer: torch.Tensor, spare: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """One run of an operation on ``buffer``, whose elements the group's size divides. ``spare`` is as large."""
+    import torch.distributed as dist
+
+    n, rank = group.size(), group.rank()
+    if n == 1:
+        return lambda: None
+    part = spare[: buffer.numel() // n]
+    if name == "send_receive":
+        to, source = (dist.get_global_rank(group, (rank + step) % n) for step in (1, -1))
+
+        def exchange() -> None:
+            messages = [dist.P2POp(dist.isend, buffer, to, group), dist.P2POp(dist.irecv, spare, source, group)]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+
+        return exchange
+    return {
+        "all_reduce": lambda: dist.all_reduce(buffer, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(buffer, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, buffer, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(spare, buffer, group=group),
+    }[name]
 
 
 def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:

@@ -24,12 +24,7 @@ def environment_number(name: str, default: int, least: int = 0, most: int = _LAR
 
 
 def number_of_processes() -> int:
-    """World size of this process's job, from torchrun's variables; 1 without them.
-
-    Raises:
-        ConfigError: a variable is not a number or too large. Or there are none, and srun or mpirun has started several
-            processes.
-    """
+    """World size of this process's job, from torchrun's variables; 1 without them."""
     if "WORLD_SIZE" not in os.environ:
         _check_launcher()
     world_size = environment_number("WORLD_SIZE", 1, least=1)
@@ -85,11 +80,7 @@ def cluster_size(config: JobConfig) -> int:
 
 
 def dry_run_world(config: JobConfig) -> int:
-    """World size of the job that a dry run describes.
-
-    Raises:
-        ConfigError: the nodes' size is unknown, there are too many processes, or `job.dry_run_rank` is none of them.
-    """
+    """World size of the job that a dry run describes. It must have `job.dry_run_rank`."""
     nodes, rank, world_size = config.cluster.nodes, config.job.dry_run_rank, cluster_size(config)
     key, value = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
     if nodes is not None:

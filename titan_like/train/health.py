@@ -58,10 +58,10 @@ class LossWatch:
         """A run that resumes gives what its checkpoint has of these."""
         self.section = section
         self.consecutive_skips = consecutive_skips
-        # "first" and "lowest" loss, as far as known, and "since", the step from which the run has diverged, or 0.
-        self.guess, self.levels = guess, dict(levels or {})
+        # "since", the step from which the run has diverged, or 0, and the "first" and "lowest" loss as far as known.
+        self.guess, self.levels = guess, {"since": 0.0, **(levels or {})}
         self._last: deque[tuple[int, float, bool]] = deque(maxlen=_LAST_STEPS)  # step, loss if there was an update, bad
-        self._began: int | None = None  # the first step of this process
+        self._began: int | None = None  # the first step of this process, which may train a diverged run for a while
         window = section.loss_spike_window
         known = list(recent)[-window:]
         # Losses of the last steps with an update, oldest first, padded with NaN at the start.
@@ -89,12 +89,7 @@ class LossWatch:
         self._recent = torch.where(skipped, self._recent, appended)
 
     def count(self, step: int, loss: float, skipped: bool, has_labels: bool = True) -> None:
-        """Count, on the host, consecutive steps without an update, and bad steps.
-
-        Raises:
-            RunError: there have been `health.max_consecutive_skips`, or this process has trained a run that has
-                diverged for `health.max_diverged_steps`.
-        """
+        """Count, on the host, steps without an update and bad steps; a `RunError` if [health] allows no more."""
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         most = self.section.max_consecutive_skips
         if self.consecutive_skips >= most:
@@ -123,12 +118,14 @@ class LossWatch:
         if len(self._last) == _LAST_STEPS and all(math.isfinite(loss) for _, loss, _ in self._last):
             levels["lowest"] = min(lowest, statistics.median(loss for _, loss, _ in self._last))
         bad = [step for step, _, is_bad in self._last if is_bad]
-        since = levels.get("since") or (bad[0] if len(bad) >= _LEAST_BAD else 0)
-        levels["since"] = since if 2 * len(bad) > len(self._last) else 0
+        if 2 * len(bad) <= len(self._last):
+            levels["since"] = 0.0
+        elif len(bad) >= _LEAST_BAD and not levels["since"]:
+            levels["since"] = bad[0]
 
     def described(self) -> str | None:
         """A sentence that says in numbers that the run has diverged; None if it has not."""
-        if not self.levels.get("since"):
+        if not self.levels["since"]:
             return None
         losses = [loss for _, loss, _ in self._last if not math.isnan(loss)]
         known = {"at first": self.levels.get("first"), "at best": self.levels.get("lowest"), "by guessing": self.guess}

@@ -105,18 +105,13 @@ def load_initial_weights(path: str, model: ParallelModel, ignore: Collection[str
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
             load_checkpoint(folder, model, may_lack=may_lack, base=True)
         else:
-            agree(_problem_of_reading(folder, model, may_lack, ignore))
+            problem = None
+            try:
+                read_weights(folder, model, may_lack, ignore)
+            except Exception as error:
+                problem = first_line(error)
+            agree(problem)
     except Exception as error:  # a damaged file may raise anything
         raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:
         print(f"weights from {folder}", flush=True)
-
-
-def _problem_of_reading(
-    folder: Path, model: ParallelModel, may_lack: tuple[str, ...], ignore: Collection[str]
-) -> str | None:
-    try:
-        read_weights(folder, model, may_lack, ignore)
-    except Exception as error:  # a damaged file may raise anything
-        return str(error).strip() or type(error).__name__
-    return None

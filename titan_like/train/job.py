@@ -25,16 +25,12 @@ _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback | None = None) -> None:
-    """Join the process group and train to the end of the run.
+    """Join the process group and train to the end of the run, or raise a `ConfigError` or `RunError` that says why not.
 
     Args:
         run: a checked run.
         signals: handlers that are installed already, and ignore signals once the run is over; None installs new ones.
         callback: called with the record of every step; text that it returns is printed.
-
-    Raises:
-        ConfigError: another job writes to the same folder, or there is not enough memory.
-        RunError: the run cannot continue; the message says why.
     """
     patience, dump = run.config.health.hang_timeout_seconds, Path(run.config.job.dump_folder)
     handled = StopSignals() if signals is None else nullcontext(signals)
@@ -60,9 +56,6 @@ def process_group(device: torch.device, patience: float = 0.0) -> Iterator[None]
 
     Collectives time out after ``patience`` seconds plus a minute, so that a `Watchdog` acts first. With 0 they have
     torch's default timeout.
-
-    Raises:
-        ConfigError: the processes cannot meet.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -80,17 +73,11 @@ def process_group(device: torch.device, patience: float = 0.0) -> Iterator[None]
 
 
 def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Rendezvous with the job's other processes.
+    """Rendezvous with the job's other processes. Returns the store, this process's rank and their number.
 
     torchrun may reuse one store when it restarts the processes, and the store then holds the addresses of processes
     that are gone. On a single machine each restart therefore gets a prefix of its own, by the number of restarts.
     torchruns on several machines count restarts differently, so there they must be told to make a new store.
-
-    Returns:
-        The store, this process's rank, and the number of processes.
-
-    Raises:
-        ConfigError: another program listens on the rendezvous port, or rank 0 cannot be reached there.
     """
     if not is_one_of_several():
         return dist.HashStore(), 0, 1

@@ -143,10 +143,8 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
     require({"pair", "choice"}.isdisjoint(model.predictions), key, degree, problem)
     problem = "does not support float8; use 1, or set float8.enable to false"
     require(not config.float8.enable, key, degree, problem)
-    key, problem = (
-        "parallelism.context_parallel_method",
-        f'does not support the position biases of {family}; use "all_gather"',
-    )
+    key, problem = "parallelism.context_parallel_method", f"does not support the position biases of {family}"
+    problem = f'{problem}; use "all_gather"'
     require(not model.has_decoder or method not in ("ulysses", "ring"), key, method, problem)
     heads = model.num_kv_heads // layout.tensor
     problem = f"needs a multiple of {degree} key-value heads on each rank, not {heads}; use"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from titan_like.data.batch import Batch
@@ -36,5 +37,5 @@ class Observer:
     def read_step(self, record: StepRecord) -> None:
         """The host has read a step's numbers. The loop ends after it if this sets the trainer's `stop_signal`."""
 
-    def end_validation(self, loss: float) -> None:
-        """A validation has ended. The loop ends after it if this sets the trainer's `stop_signal`."""
+    def end_validation(self, losses: Mapping[str, float]) -> None:
+        """A validation with this "loss" has ended. The loop ends after it if this sets the trainer's `stop_signal`."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-Stamp = float | torch.cuda.Event  # what `titan_like.parallel.timeline.stamp` returns
 
 
 class StepValues(NamedTuple):
@@ -38,14 +36,13 @@ class PendingStep:
     consumed_samples: int
     consumed_tokens: int
     data_time_s: float
-    began: Stamp
-    ended: Stamp
+    began: Any  # stamps of `titan_like.parallel.timeline`
+    ended: Any
     values: torch.Tensor  # `StepValues` as float64 [8 + terms], in the host's memory once `ended` has passed
 
     def read(self) -> tuple[StepValues, float]:
         """Wait for the device, and return the step's numbers and its duration in seconds."""
-        if isinstance(self.began, float) or isinstance(self.ended, float):
-            assert isinstance(self.began, float) and isinstance(self.ended, float)
+        if isinstance(self.began, float):
             seconds = self.ended - self.began
         else:
             self.ended.synchronize()

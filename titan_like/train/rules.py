@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -71,29 +72,19 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         yield from of_rampup
         return  # the other rules need batch sizes
     rules: list[Callable[[], object]] = [
-        lambda: _check_length(config),
-        lambda: check_optimizer(config.optimizer),
-        lambda: find_dataset(config.data),
-        lambda: _check_precision(config),
-        lambda: _check_health(config),
-        lambda: _check_evaluation(config),
+        partial(_check_length, config),
+        partial(check_optimizer, config.optimizer),
+        partial(find_dataset, config.data),
+        *(partial(check, config) for check in (_check_precision, _check_health, _check_evaluation)),
     ]
     if model is not None:
-        rules += [lambda: _check_compile(config, model), lambda: _check_masks(config, model)]
-        rules += [lambda: _check_tasks(config, model), lambda: _check_sentences(config, model)]
-        rules += [lambda: _check_experts(config, model), lambda: _check_recomputation(config, model)]
-        rules += [lambda: _check_lora(config, model)]
+        of_model = _check_compile, _check_masks, _check_tasks, _check_sentences, _check_experts, _check_recomputation
+        rules += [partial(check, config, model) for check in (*of_model, _check_lora)]
     if layout is not None:
-        rules += [lambda: _check_batches(config, layout), lambda: _check_ranks(config, layout)]
+        rules += [partial(check, config, layout) for check in (_check_batches, _check_ranks)]
     if model is not None and layout is not None:
-        rules += [
-            lambda: _check_cudagraphs(config, model, layout),
-            lambda: check_tensor_parallel(config, model, layout),
-            lambda: check_expert_parallel(config, model, layout),
-            lambda: check_context_parallel(config, model, layout),
-            lambda: check_pipeline(config, model, layout),
-            lambda: check_sequence(config, model, layout),
-        ]
+        splits = check_tensor_parallel, check_expert_parallel, check_context_parallel, check_pipeline, check_sequence
+        rules += [partial(check, config, model, layout) for check in (_check_cudagraphs, *splits)]
     yield from _errors_of(rules)
 
 
@@ -106,16 +97,10 @@ def _errors_of(rules: list[Callable[[], object]]) -> Iterator[ConfigError]:
 
 
 def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settings:
-    """Resolve the model and the layout that the settings describe, and check all rules.
+    """Resolve the model and the layout of a run, and check all rules; a `ConfigError` has a line for each broken one.
 
-    Imports torch only for rules of adapters and of split positions.
-
-    Args:
-        config: the run's.
-        world_size: processes of the job; None means as many as the environment variables say.
-
-    Raises:
-        ConfigError: rules are broken; one line for each.
+    ``world_size`` None means as many processes as the environment variables say. Imports torch only for rules of
+    adapters and of split positions.
     """
     resolved: dict[str, Any] = {"model": None, "layout": None}
     processes = number_of_processes() if world_size is None else world_size
@@ -137,9 +122,6 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
     Returns:
         The configuration in whose layout the checkpoint is loaded, without float8, the model, and that layout. A single
         process takes the whole model.
-
-    Raises:
-        ConfigError: a rule is broken; the first one is reported.
     """
     config = config.model_copy(update={"float8": Float8()})
     if world_size == 1:

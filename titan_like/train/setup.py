@@ -134,10 +134,7 @@ def open_run_data(config: JobConfig, model: TransformerConfig, trains: bool = Tr
 
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> JobConfig:
-    """Refuse folders that the run cannot write to, or whose checkpoints or initial weights are another model's.
-
-    Returns the configuration `with_base`.
-    """
+    """Refuse folders that cannot be written, or that hold another model's weights. Returns the settings `with_base`."""
     check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     resumes = False
     if config.checkpoint.enable:
@@ -176,11 +173,7 @@ def check_export(config: JobConfig, model: TransformerConfig) -> None:
 
 
 def select_device(dtype: str, float8: bool = False) -> torch.device:
-    """Select this process's GPU, or the CPU if there is none.
-
-    Raises:
-        ConfigError: the machine has fewer GPUs than processes, or the GPU does not support ``dtype`` or ``float8``.
-    """
+    """Select this process's GPU, which must support ``dtype`` and ``float8``, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, devices = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()

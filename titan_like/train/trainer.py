@@ -88,11 +88,7 @@ class Trainer(ValidatedState):
         self.observer.attach(self)
 
     def train(self) -> None:
-        """Train to the last step, or until a signal asks to stop. Logs, validates and saves on the way.
-
-        Raises:
-            RunError: the run cannot continue; all ranks raise it together.
-        """
+        """Train to the last step, or until a signal asks to stop. Logs, validates and saves on the way."""
         data = self._load_data()
         if self.step >= self.total_steps:
             message = f"the checkpoint is at step {self.step} of {self.total_steps}"
@@ -349,13 +345,8 @@ class Trainer(ValidatedState):
     def _rewind(self, record: StepRecord) -> bool:
         """Go back to the newest checkpoint and continue with the samples after the bad step's.
 
-        PaLM handled loss spikes in this way (arXiv 2204.02311, section 5.1).
-
-        Returns:
-            False if there is no checkpoint. Then only the step's update is skipped.
-
-        Raises:
-            RunError: the run has gone back to this checkpoint too often, or the checkpoints cannot be used.
+        PaLM handled loss spikes in this way (arXiv 2204.02311, section 5.1). Returns False if there is no checkpoint.
+        Then only the step's update is skipped. A `RunError` says that the run went back to this one too often.
         """
         self.finish_save()
         consumed, skips = (self.consumed_samples, self.consumed_tokens), self.losses.consecutive_skips

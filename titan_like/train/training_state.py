@@ -9,6 +9,7 @@ import os
 import random
 import uuid
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -84,12 +85,7 @@ class TrainingState:
     """This process's part of a run's state, either new or from a checkpoint. Needs a process group."""
 
     def __init__(self, run: Run) -> None:
-        """Build the model and its optimizer. Resume from a checkpoint if `checkpoint.enable` is set and there is one.
-
-        Raises:
-            ConfigError: the tensor-parallel plan or the optimizer cannot be used.
-            RunError: there are checkpoints but none can be used, or initial weights cannot be read.
-        """
+        """Build the model and its optimizer, and resume from a checkpoint if there is one that may be used."""
         self.run = run
         self.config = config = run.config
         self.mesh = mesh = build_mesh(run.layout, run.device.type)
@@ -118,31 +114,29 @@ class TrainingState:
         self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.schedule_batch_size = config.training.global_batch_size  # with which the run began
-        self.guess = math.log(run.model.vocab_size)
-        self.losses = LossWatch(config.health, run.device, guess=self.guess)
+        self.new_watch = partial(LossWatch, config.health, run.device, guess=math.log(run.model.vocab_size))
+        self.losses = self.new_watch()
         self.saver = Saver(run.checkpoint_folder, config.checkpoint, hugging_face_folder(config), self._export)
         self.save_is_due = self.export_is_due = False
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         self.resumed: RunState | None = None  # the checkpoint from which this process went on
         # The source run may have just saved a newer checkpoint, so rank 0's choice of initial weights counts.
-        self.base, self.initial = dict[str, str](), _of_rank_0(config.checkpoint.initial_load_path)
-        initial = self.initial
+        self.base, initial = dict[str, str](), _of_rank_0(config.checkpoint.initial_load_path)
         self.num_adapted = adapter_parameters(run.model, config.lora)
         if self.num_adapted and initial is not None:
-            load_initial_weights(initial, self.model, self.config.model.ignore_fields)
+            load_initial_weights(initial, self.model, config.model.ignore_fields)
             self.base = base_state(initial) if dist.get_rank() == 0 else {}
-        is_new = not (
-            config.checkpoint.enable and self._resume(lambda step: config.checkpoint.load_step in (None, step))
-        )
+        if config.checkpoint.enable:
+            self._resume(lambda step: config.checkpoint.load_step in (None, step))
         self.base = (self.resumed.base if self.resumed and self.base else {}) | self.base
-        if is_new and initial is not None:
+        if self.resumed is None and initial is not None:
             if self.num_adapted:
                 load_adapters(initial, self.model, config.lora)
             else:
-                load_initial_weights(initial, self.model, self.config.model.ignore_fields)
+                load_initial_weights(initial, self.model, config.model.ignore_fields)
         if config.checkpoint.enable or config.checkpoint.hugging_face_interval:
-            agree(self._keep_origin(is_new))
+            agree(self._keep_origin(initial))
         self.start_step = self.step
         self.find_end()
         now = config.training, self.step, self.consumed_samples
@@ -166,11 +160,12 @@ class TrainingState:
         self.total_steps = total_steps(*now)
         self.schedule = self.kept_schedule or Schedule.of(self.config, *now[1:], self.schedule_batch_size)
 
-    def _keep_origin(self, is_new: bool) -> str | None:
+    def _keep_origin(self, initial: str | None) -> str | None:
         """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
-        initial = self.initial
-        source = None if is_new else checkpoint_path(self.run.checkpoint_folder, self.step)
-        if is_new and initial is not None:
+        source: Path | None = None
+        if self.resumed is not None:
+            source = checkpoint_path(self.run.checkpoint_folder, self.step)
+        elif initial is not None:
             source = initial_folder(initial)
         try:
             ignore = self.config.model.ignore_fields
@@ -230,11 +225,7 @@ class TrainingState:
         return merge_states(states)
 
     def finish_save(self, is_last: bool = False) -> None:
-        """Wait for a save that is in progress, if any, and print its outcome.
-
-        Raises:
-            RunError: it failed, and it is the last one or `checkpoint.on_failure` is "stop".
-        """
+        """Wait for a save that is in progress, if any, and print its outcome, or raise it if that is to end the run."""
         try:
             saved = self.saver.finish()
         except SaveError as error:
@@ -268,11 +259,9 @@ class TrainingState:
         self.resumed = state
         self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
-        device = self.run.device
         if self.scaler is not None:
-            self.scaler = LossScaler(device, state.loss_scale, good_steps=state.loss_scale_good_steps)
-        known = state.recent_losses, state.consecutive_skips, self.guess, state.loss_levels
-        self.losses = LossWatch(self.config.health, device, *known)
+            self.scaler = LossScaler(self.run.device, state.loss_scale, good_steps=state.loss_scale_good_steps)
+        self.losses = self.new_watch(state.recent_losses, state.consecutive_skips, levels=state.loss_levels)
         return True
 
     def _resume_data(self, state: RunState) -> None:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.lengths import sample_length
 from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.masks import Masks
 from titan_like.data.source import Source
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
 from titan_like.metrics.console import format_validation
 from titan_like.metrics.record import named_losses
 from titan_like.metrics.writers import RunEnd, Writer
-from titan_like.models.config import TransformerConfig
-from titan_like.parallel.apply import run_batches
-from titan_like.parallel.layout import Layout
-from titan_like.parallel.mesh import one_dimension
-from titan_like.parallel.model import ModelOutput, ParallelModel, WholeModel
+from titan_like.parallel.model import ModelOutput, WholeModel
 from titan_like.train.observer import Observer
 from titan_like.train.setup import Run, open_run_data
 from titan_like.train.signals import StopSignals
@@ -43,74 +38,61 @@ class Stopped(Exception):  # noqa: N818  # it is no error
     """A signal asks the run to stop in the middle of a validation. All ranks raise it together."""
 
 
-def _sampler(config: JobConfig, dataset: Source, dp_rank: int, dp_size: int) -> GlobalSampler:
-    """This rank's samples of the first `evaluation.steps` global batches."""
+def _load(config: JobConfig, scorer: Scorer, dataset: Source, masks: Masks, repeats: bool = False) -> BackgroundLoader:
+    """This rank's part of the first `evaluation.steps` global batches."""
     rows, wanted = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
-    last_sample = -(-min(len(dataset), wanted) // (rows * dp_size)) * rows * dp_size
-    return GlobalSampler(0, rows, dp_rank, dp_size, last_sample=last_sample)
+    last_sample = -(-min(len(dataset), wanted) // (rows * scorer.dp_size)) * rows * scorer.dp_size
+    sampler = GlobalSampler(0, rows, scorer.dp_rank, scorer.dp_size, last_sample=last_sample)
+    return BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, scorer.device, repeats=repeats)
 
 
 @torch.no_grad()
-def _summed_losses(
-    pipeline: Pipeline | WholeModel,
-    predictions: Sequence[str],
-    batches: Iterator[list[Batch]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """For each prediction this process's summed loss and its number of labels, with dropout off: [2, predictions]."""
-    total = torch.zeros(2, len(predictions), device=device, dtype=dtype)
-    ones = torch.ones_like(total[0])
-    pipeline.model.train(False)
-    for microbatches in batches:
+def _mean_losses(
+    scorer: Scorer, pipeline: Pipeline | WholeModel, take: Callable[[int], list[Batch]]
+) -> tuple[dict[str, float], torch.Tensor]:
+    """The mean loss and its terms, with dropout off, of the microbatches that ``take`` reads, up to a number at once.
 
-        def add_loss(output: ModelOutput, number: int, microbatches: Sequence[Batch] = microbatches) -> torch.Tensor:
+    The loss leaves out that of multi-token prediction, which is a loss of training. The tensor, [2, predictions], has
+    the sum of each prediction's losses and the number of its labels.
+    """
+    training, predictions = scorer.config.training, scorer.shape.predictions
+    dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
+    total = torch.zeros(2, len(predictions), device=scorer.device, dtype=dtype)
+    ones, microbatches = torch.ones_like(total[0]), training.global_batch_size // training.micro_batch_size
+    pipeline.model.train(False)
+    while batches := take(max(1, microbatches // scorer.dp_size)):
+
+        def add_loss(output: ModelOutput, number: int, batches: Sequence[Batch] = batches) -> torch.Tensor:
             assert isinstance(output, torch.Tensor)
             total[0] += output
-            total[1] += num_labels(microbatches[number], predictions)
+            total[1] += num_labels(batches[number], predictions)
             return total[0].sum()
 
-        pipeline.forward([batch._replace(loss_factors=ones) for batch in microbatches], add_loss)
+        pipeline.forward([batch._replace(loss_factors=ones) for batch in batches], add_loss)
     pipeline.model.train()
     pipeline.model.free_gathered_parameters()
-    return total
+    for group in scorer.groups:
+        dist.all_reduce(total, group=group)
+    losses = (total[0] / total[1]).tolist()
+    loss = sum(loss for prediction, loss in zip(predictions, losses, strict=True) if prediction != "mtp")
+    return {"loss": loss, **named_losses(predictions, losses)}, total
 
 
-def _in_lists(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    while taken := list(islice(batches, size)):
-        yield taken
-
-
-def _loss(predictions: Sequence[str], losses: Sequence[float]) -> float:
-    """The sum over predictions, without the loss of multi-token prediction, which is a loss of training."""
-    return sum(loss for prediction, loss in zip(predictions, losses, strict=True) if prediction != "mtp")
-
-
-def score_held_out(
-    config: JobConfig, shape: TransformerConfig, layout: Layout, model: ParallelModel, mesh: DeviceMesh
-) -> dict[str, dict[str, float]]:
-    """The losses that a run logs for its validation split and for `evaluation.sets`, of a model without a run.
-
-    All processes that hold a part of the model call it. New data is tokenized.
-    """
-    datasets, masks = open_run_data(config, shape, trains=False)
-    device, training, results = next(model.parameters()).device, config.training, dict[str, dict[str, float]]()
-    positions = sample_length(config, shape).positions
-    pipeline = run_batches(config, model, mesh, device, training.micro_batch_size, positions)
-    dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
-    rank, size = layout.data_rank(mesh.get_rank()), layout.data_parallel
-    microbatches = max(1, training.global_batch_size // (training.micro_batch_size * size))
+def score_held_out(scorer: Scorer) -> dict[str, dict[str, float]]:
+    """The losses that a run logs for its validation split and for `evaluation.sets`. New data is tokenized."""
+    config, results = scorer.config, dict[str, dict[str, float]]()
+    datasets, masks = open_run_data(config, scorer.shape, trains=False)
+    pipeline = scorer.pipeline(sample_length(config, scorer.shape).positions)
     for split, dataset in datasets.items():
-        if len(dataset) == 0:
-            continue
-        sampler = _sampler(config, dataset, rank, size)
-        with closing(BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, device)) as data:
-            batches = _in_lists((to_device(batch, device) for batch in data), microbatches)
-            total = _summed_losses(pipeline, shape.predictions, batches, device, dtype)
-        for group in (one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group(), mesh.get_group("pp")):
-            dist.all_reduce(total, group=group)
-        losses = (total[0] / total[1]).tolist()
-        results[split] = {"loss": _loss(shape.predictions, losses), **named_losses(shape.predictions, losses)}
+        if len(dataset) > 0:
+            with closing(_load(config, scorer, dataset, masks)) as data:
+
+                def take(count: int, data: BackgroundLoader = data) -> list[Batch]:
+                    return [to_device(batch, scorer.device) for batch in islice(data, count)]
+
+                results[split], total = _mean_losses(scorer, pipeline, take)
+            if 0 in total[1].tolist():
+                raise RunError(f"the samples of {split} {NO_LABELS}; look at the data")
     problem = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
     require(results, "data.split", config.data.split, problem)
     return results
@@ -124,8 +106,7 @@ class ValidatedState(TrainingState):
         self.observer = observer
         self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
         self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
-        self.validation_losses: list[float] = []  # of the last validation, by prediction
-        self.validation_is_finite = True  # the last one's losses that have labels
+        self.validation_is_finite = True  # the summed losses of the last one
         self.validation_data: BackgroundLoader | None = None  # its processes are started once
         self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
         self.writers: list[Writer] = []
@@ -133,8 +114,8 @@ class ValidatedState(TrainingState):
     def _close_writers(self, error: BaseException | None) -> RunEnd:
         """Close the writers of a run that ends, because of the ``error`` if there is one, and return how it ends."""
         validation = None if self.validation_is_finite else "the loss of the last validation is not finite"
-        reason = "; ".join(filter(None, (self.losses.described(), validation)))
-        end = RunEnd(0, self.stop_signal if self.step < self.total_steps else 0, reason)
+        reasons = filter(None, (self.losses.described(), validation))
+        end = RunEnd(0, self.stop_signal if self.step < self.total_steps else 0, "; ".join(reasons))
         if error is not None:
             end = RunEnd(2 if isinstance(error, ConfigError) else 1, 0, f"{type(error).__name__}: {first_line(error)}")
         for writer in self.writers:
@@ -156,7 +137,7 @@ class ValidatedState(TrainingState):
             self._leave_if_stopped()
             splits = [name for name, source in self.run.datasets.items() if name != "train" and len(source) > 0]
             self.validation_is_finite = True
-            losses = {split: (self.validate(split), self.validation_losses) for split in splits}
+            losses = {split: self.validate(split) for split in splits}
             evaluation = self.evaluate()
         except Stopped:
             self.model.train()
@@ -164,9 +145,8 @@ class ValidatedState(TrainingState):
             self.console.print(f" a signal leaves the validation at step {self.step} to the resumed run")
             return
         values = dict(evaluation)
-        for split, (loss, terms) in losses.items():
-            suffix, named = split.removeprefix("validation"), named_losses(self.run.model.predictions, terms)
-            results = {f"validation_{name}{suffix}": value for name, value in {"loss": loss, **named}.items()}
+        for split, terms in losses.items():
+            results = {f"validation_{name}{split.removeprefix('validation')}": loss for name, loss in terms.items()}
             self.console.print(format_validation(self.step, results))
             values |= results
         if evaluation:
@@ -187,48 +167,30 @@ class ValidatedState(TrainingState):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return int(numbers.item())
 
-    def validate(self, split: str = "validation") -> float:
-        """Mean loss, in nats per token, over the first `evaluation.steps` global batches of a validation ``split``.
-
-        Raises:
-            Stopped: a rank has received a signal that asks to stop.
-        """
-        config = self.config
-        dataset = self.run.datasets[split]
+    def validate(self, split: str = "validation") -> dict[str, float]:
+        """Mean loss, in nats per token, and its terms, of a split. Raises `Stopped` if a rank has received a signal."""
         repeats = split == "validation"  # the processes that read sets, which may be many, end with each validation
         data = self.validation_data if repeats else None
         if data is None:
-            sampler = _sampler(config, dataset, self.dp_rank, self.dp_size)
-            samples, workers = self.run.masks.over(dataset), config.data.num_workers
-            data = BackgroundLoader(samples, sampler, workers, self.run.device, repeats=repeats)
+            data = _load(self.config, self.scorer, self.run.datasets[split], self.run.masks, repeats)
             self.validation_data = data if repeats else self.validation_data
         else:
             data.start()
-        predictions = self.run.model.predictions
-        microbatches = config.training.global_batch_size // (config.training.micro_batch_size * self.dp_size)
 
-        def batches() -> Iterator[list[Batch]]:
-            while shards := self._take(data, microbatches):
-                self._leave_if_stopped()
-                yield shards
+        def take(count: int) -> list[Batch]:
+            self._leave_if_stopped()
+            return self._take(data, count)
 
         with closing(data):
-            total = _summed_losses(self.pipeline, predictions, batches(), self.run.device, self.loss_dtype)
-        self._sum_over_samples(total)
-        self.validation_losses = (total[0] / total[1]).tolist()
-        sums, counts = total.tolist()
-        self.validation_is_finite &= all(math.isfinite(x) for x, count in zip(sums, counts, strict=True) if count)
-        if 0 in counts:
+            losses, total = _mean_losses(self.scorer, self.pipeline, take)
+        self.validation_is_finite &= bool(total[0].isfinite().all())
+        if 0 in total[1]:
             self.console.print(f" the samples for validation {NO_LABELS}")
-        loss = _loss(predictions, self.validation_losses)
-        self.observer.end_validation(loss)
-        return loss
+        self.observer.end_validation(losses)
+        return losses
 
     def evaluate(self) -> dict[str, float]:
-        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change.
-
-        Raises `Stopped` as `validate` does.
-        """
+        """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""
         results = run_tasks(self.run.tasks, self.scorer, lambda _task: lambda _done, _all: self._leave_if_stopped())
         return {
             f"{task}/{figure}": value
@@ -247,7 +209,5 @@ class ValidatedState(TrainingState):
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over samples, their CP shards and stages. Only the last stage's ranks have values but zero."""
-        if self.token_group.size() > 1:
-            dist.all_reduce(value, group=self.token_group)
-        if self.pp_group.size() > 1:
-            dist.all_reduce(value, group=self.pp_group)
+        for group in self.scorer.groups:
+            dist.all_reduce(value, group=group)

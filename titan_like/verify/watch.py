@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan_like.data.batch import Batch, map_tensors
-from titan_like.metrics.record import StepRecord, named_losses
+from titan_like.metrics.record import StepRecord
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import ADAPTER_NAMES, local_part, local_parts
 from titan_like.models.transformer import Transformer
@@ -167,11 +167,10 @@ class StepWatch(Watch):
         if step == self.last_step:
             self.trainer.stop_signal = signal.SIGTERM
 
-    def end_validation(self, loss: float) -> None:
+    def end_validation(self, losses: Mapping[str, float]) -> None:
         """Note the loss and its terms."""
-        terms = named_losses(self.trainer.run.model.predictions, self.trainer.validation_losses)
-        for name, value in {"": loss, **terms}.items():
-            self.note(Key(self.trainer.step, self.validation, name), value)
+        for name, value in losses.items():
+            self.note(Key(self.trainer.step, self.validation, "" if name == "loss" else name), value)
         if self.trainer.step == self.last_step:
             self.trainer.stop_signal = signal.SIGTERM
 

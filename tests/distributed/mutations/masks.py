@@ -99,7 +99,7 @@ def mask_of_the_first_sample_for_all(original: Any, self: CPShard, batch: Batch)
 
 
 @bug(Trainer, "validate")
-def validation_attends_causally(original: Any, self: Trainer, *split: str) -> float:
+def validation_attends_causally(original: Any, self: Trainer, *split: str) -> dict[str, float]:
     """Validation leaves out the masks."""
     with patch.object(CPShard, "shard", lambda self, batch: Batch(batch.tokens, batch.labels)):
         return original(self, *split)

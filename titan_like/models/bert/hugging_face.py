@@ -17,7 +17,6 @@ from titan_like.models.hugging_face import (
     Stored,
     fused,
     linear,
-    norm,
     read_fields,
     validated,
     whole,
@@ -29,6 +28,7 @@ ARCHITECTURE = "BertForMaskedLM"
 ARCHITECTURES = {MODEL_TYPE: ARCHITECTURE, "megatron-bert": "MegatronBertForMaskedLM"}
 PREFIX = "bert."
 HEAD = ("cls.", "classifier.")
+IGNORED = ("bert.pooler.", "cls.seq_relationship.")  # of the head for pairs of sentences, if the shape has none
 _HEADS = {"none": "ForMaskedLM", "pair": "ForPreTraining", "choice": "ForMultipleChoice"}
 _PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
 _TABLE = "bert.embeddings.word_embeddings.weight"
@@ -44,7 +44,6 @@ _FIELDS = (  # ours, theirs, default (None: config.json must have the field)
     ("norm_eps", "layer_norm_eps", 1e-12),
     ("init_std", "initializer_range", 0.02),
 )
-_UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
 
 
 def architecture(config: BertConfig) -> str:
@@ -63,22 +62,22 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
     for name, rows in (("position", config.max_seq_len), ("token_type", config.num_token_types)):
         yield whole(f"{name}_embedding.weight", f"bert.embeddings.{name}_embeddings.weight", (rows, hidden))
     if is_post:
-        yield from norm("embedding_norm", "bert.embeddings.LayerNorm", hidden)
+        yield from linear("embedding_norm", "bert.embeddings.LayerNorm", (hidden,))
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"bert.encoder.layer.{layer}"
         # The same norm stands after the branch in BERT and before it in Megatron-BERT, under different names.
         after_attention, after_mlp = f"{theirs}.attention.output.LayerNorm", f"{theirs}.output.LayerNorm"
         before_attention, before_mlp = f"{theirs}.attention.ln", f"{theirs}.ln"
-        yield from norm(f"{ours}.attention_norm", after_attention if is_post else before_attention, hidden)
+        yield from linear(f"{ours}.attention_norm", after_attention if is_post else before_attention, (hidden,))
         for part, columns in (("weight", (hidden,)), ("bias", ())):
             query, key, value = (f"{theirs}.attention.self.{name}.{part}" for name in ("query", "key", "value"))
             yield fused(config, f"{ours}.attention.qkv.{part}", columns, (query, key, value))
         yield from linear(f"{ours}.attention.proj", f"{theirs}.attention.output.dense", (hidden, hidden))
-        yield from norm(f"{ours}.mlp_norm", after_mlp if is_post else before_mlp, hidden)
+        yield from linear(f"{ours}.mlp_norm", after_mlp if is_post else before_mlp, (hidden,))
         yield from linear(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense", (ffn, hidden))
         yield from linear(f"{ours}.mlp.fc2", f"{theirs}.output.dense", (hidden, ffn))
     if not is_post:
-        yield from norm("norm", "bert.encoder.ln", hidden)
+        yield from linear("norm", "bert.encoder.ln", (hidden,))
     if config.sentence_head != "none":
         yield from linear("pooler", "bert.pooler.dense", (hidden, hidden))
     if config.sentence_head == "pair":
@@ -87,15 +86,10 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
         yield from linear("choice", "classifier", (1, hidden))
         return
     yield from linear("transform.dense", "cls.predictions.transform.dense", (hidden, hidden))
-    yield from norm("transform.norm", "cls.predictions.transform.LayerNorm", hidden)
+    yield from linear("transform.norm", "cls.predictions.transform.LayerNorm", (hidden,))
     if not config.tied_embeddings:
         yield whole("output.weight", f"{decoder}.weight", table, vocab)
     yield whole("output_bias.bias", "cls.predictions.bias", (padded,), vocab, copy=f"{decoder}.bias")
-
-
-def is_ignored(name: str) -> bool:
-    """Whether it belongs to the pooler or the head for pairs of sentences, or is a buffer of older versions."""
-    return name.startswith(_UNUSED)
 
 
 def to_fields(config: BertConfig) -> dict[str, Any]:

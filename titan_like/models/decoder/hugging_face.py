@@ -7,8 +7,7 @@ else the first whose config.json describes the same shape.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from titan_like.models.decoder.classes import CLASSES, Class
@@ -321,43 +320,16 @@ def _compared(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
 class ClassOf:
-    """One of the classes: what `titan_like.models.hugging_face.family_of` returns."""
+    """One of the classes: what `titan_like.models.hugging_face.family_of` returns, with the names of such a module."""
 
-    row: Class
-
-    @property
-    def ARCHITECTURES(self) -> dict[str, str]:  # noqa: N802 (as modules call it)
-        """The model_type of config.json → the class in transformers."""
-        first, *rest = self.row.model_types
-        return {first: self.row.name} | dict.fromkeys(rest, self.row.outer or self.row.name)
-
-    @property
-    def PREFIX(self) -> str:  # noqa: N802
-        """How the names of all tensors but the head's begin."""
-        return self.row.names.get("layers", "model.layers").partition(".")[0] + "."
-
-    @property
-    def HEAD(self) -> str:  # noqa: N802
-        """How the names of the head's tensors begin."""
-        return self.row.names.get("output", "lm_head") + "."
-
-    @property
-    def RENAMED(self) -> dict[str, str]:  # noqa: N802
-        """How names in files begin → how those in the class do."""
-        return dict(self.row.renamed)
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether it is a buffer that older versions saved, or is not of the text's model."""
-        return re.search(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$", name) is not None or (
-            "gemma3" in self.row.model_types and re.search(r"vision_tower\.|multi_modal_projector\.", name) is not None
-        )
-
-    def without_absent(self, config: DecoderConfig, names: Collection[str]) -> DecoderConfig:
-        """The shape without layers of multi-token prediction, if files lack them: transformers does not save them."""
-        has_mtp = any(name.endswith(".eh_proj.weight") for name in names)
-        return config if has_mtp else config.model_copy(update={"mtp_layers": 0})
+    def __init__(self, row: Class) -> None:
+        self.row, (first, *rest) = row, row.model_types
+        self.ARCHITECTURES = {first: row.name} | dict.fromkeys(rest, row.outer or row.name)
+        self.PREFIX = row.names.get("layers", "model.layers").partition(".")[0] + "."
+        self.HEAD = row.names.get("output", "lm_head") + "."
+        self.RENAMED = row.renamed
+        self.IGNORED = ("model.vision_tower.", "model.multi_modal_projector.") if row.outer else ()
 
     def to_fields(self, config: DecoderConfig) -> dict[str, Any]:
         """The shape as fields of config.json."""

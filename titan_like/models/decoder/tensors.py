@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from titan_like.models.decoder.classes import CLASSES, LLAMA_NAMES, Class
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.hugging_face import Stored, fused, whole
+from titan_like.models.hugging_face import Stored, fused, linear, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 _COPIES = ("embed_tokens", "shared_head.head")  # of the two tables, in layers of multi-token prediction
@@ -35,22 +35,14 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
             for name in ("enorm", "hnorm"):
                 yield from _norm(config, ours + name, theirs + name)
             yield from _norm(config, f"{ours}norm", f"{theirs}shared_head.norm")
-            yield from _linear(f"{ours}eh_proj", f"{theirs}eh_proj", (config.hidden_size, 2 * config.hidden_size))
+            yield from linear(f"{ours}eh_proj", f"{theirs}eh_proj", (config.hidden_size, 2 * config.hidden_size), False)
     yield from _norm(config, "norm", names["norm"])
     if not config.tied_embeddings:
         yield whole("output.weight", head, table, config.vocab_size, copy=tuple(of_head))
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
-    for part in ("weight", "bias") if config.norm == "layer" else ("weight",):
-        yield whole(f"{ours}.{part}", f"{theirs}.{part}", (config.hidden_size,))
-
-
-def _linear(
-    ours: str, theirs: str, shape: tuple[int, int], has_bias: bool = False, pairs: tuple[int, int, int] | None = None
-) -> Iterator[Stored]:
-    for part, size in (("weight", shape), ("bias", shape[:1])) if has_bias else (("weight", shape),):
-        yield Stored(f"{ours}.{part}", size, {f"{theirs}.{part}": size}, pairs=pairs)
+    return linear(ours, theirs, (config.hidden_size,), config.norm == "layer")
 
 
 def _attention(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
@@ -66,14 +58,12 @@ def _attention(config: DecoderConfig, row: Class, ours: str, theirs: str, names:
         else:
             yield fused(config, f"{ours}attention.qkv.{part}", columns, tensors, pairs=pairs)
     has_bias = config.attention_bias == "all"
-    yield from _linear(f"{ours}attention.proj", theirs + names["attention.proj"], (hidden, width), has_bias)
+    yield from linear(f"{ours}attention.proj", theirs + names["attention.proj"], (hidden, width), has_bias)
     if config.attention_sinks:
         yield whole(f"{ours}attention.core.sinks", f"{theirs}self_attn.sinks", (config.num_attention_heads,))
     norms = {"head": (head,) * 2, "all": (width, config.num_kv_heads * head)}.get(config.qk_norm, ())
     for part, size in zip("qk", norms, strict=False):
-        source = f"{theirs}self_attn.{part}_norm.weight"
-        paired = (head, 0, config.rotary_size) if row.is_interleaved else None
-        yield Stored(f"{ours}attention.{part}_norm.weight", (size,), {source: (size,)}, pairs=paired)
+        yield from linear(f"{ours}attention.{part}_norm", f"{theirs}self_attn.{part}_norm", (size,), False, pairs=pairs)
 
 
 def _latents(config: DecoderConfig, row: Class, ours: str, theirs: str, names: dict[str, str]) -> Iterator[Stored]:
@@ -83,15 +73,15 @@ def _latents(config: DecoderConfig, row: Class, ours: str, theirs: str, names: d
     queries, keys, has_bias = config.q_lora_rank, config.kv_lora_rank, config.attention_bias == "all"
     of_head = (nope + rope, nope, rope)
     if queries:
-        yield from _linear(f"{ours}q_a", f"{theirs}q_a_proj", (queries, hidden), has_bias)
+        yield from linear(f"{ours}q_a", f"{theirs}q_a_proj", (queries, hidden), has_bias)
         yield whole(f"{ours}q_norm.weight", f"{theirs}q_a_layernorm.weight", (queries,))
     q = "q_b_proj" if queries else "q_proj"
-    yield from _linear(f"{ours}heads.q", theirs + q, (heads * (nope + rope), queries or hidden), pairs=of_head)
+    yield from linear(f"{ours}heads.q", theirs + q, (heads * (nope + rope), queries or hidden), False, pairs=of_head)
     latent = (keys + rope, keys, rope)
-    yield from _linear(f"{ours}kv_a", f"{theirs}kv_a_proj_with_mqa", (keys + rope, hidden), has_bias, latent)
+    yield from linear(f"{ours}kv_a", f"{theirs}kv_a_proj_with_mqa", (keys + rope, hidden), has_bias, pairs=latent)
     yield whole(f"{ours}kv_norm.weight", f"{theirs}kv_a_layernorm.weight", (keys,))
-    yield from _linear(f"{ours}heads.kv", f"{theirs}kv_b_proj", (heads * (nope + value), keys))
-    yield from _linear(f"{ours}heads.proj", f"{theirs}o_proj", (hidden, heads * value), has_bias)
+    yield from linear(f"{ours}heads.kv", f"{theirs}kv_b_proj", (heads * (nope + value), keys), False)
+    yield from linear(f"{ours}heads.proj", f"{theirs}o_proj", (hidden, heads * value), has_bias)
 
 
 def _mlp(config: DecoderConfig, ours: str, theirs: str, ffn: int) -> Iterator[Stored]:

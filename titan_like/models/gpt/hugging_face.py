@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from titan_like.models.hugging_face import (
     Stored,
     fused,
     linear,
-    norm,
     read_fields,
     validated,
     whole,
@@ -24,13 +22,13 @@ MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
-    ("num_layers", "n_layer", None),
-    ("hidden_size", "n_embd", None),
-    ("num_attention_heads", "n_head", None),
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field), alias
+    ("num_layers", "n_layer", None, "num_hidden_layers"),
+    ("hidden_size", "n_embd", None, "hidden_size"),
+    ("num_attention_heads", "n_head", None, "num_attention_heads"),
     ("ffn_hidden_size", "n_inner", 0),  # 4 · n_embd
     ("vocab_size", "vocab_size", None),
-    ("max_seq_len", "n_positions", None),
+    ("max_seq_len", "n_positions", None, "max_position_embeddings"),
     ("norm_eps", "layer_norm_epsilon", 1e-5),
     ("init_std", "initializer_range", 0.02),
     ("tied_embeddings", "tie_word_embeddings", True),
@@ -48,21 +46,16 @@ def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
     yield whole("position_embedding.weight", "transformer.wpe.weight", (config.max_seq_len, hidden))
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
-        yield from norm(f"{ours}.attention_norm", f"{theirs}.ln_1", hidden)
-        yield from norm(f"{ours}.mlp_norm", f"{theirs}.ln_2", hidden)
+        yield from linear(f"{ours}.attention_norm", f"{theirs}.ln_1", (hidden,))
+        yield from linear(f"{ours}.mlp_norm", f"{theirs}.ln_2", (hidden,))
         for part, columns in (("weight", (hidden,)), ("bias", ())):
             yield fused(config, f"{ours}.attention.qkv.{part}", columns, (f"{theirs}.attn.c_attn.{part}",), True)
         yield from linear(f"{ours}.attention.proj", f"{theirs}.attn.c_proj", (hidden, hidden), is_transposed=True)
         yield from linear(f"{ours}.mlp.fc1", f"{theirs}.mlp.c_fc", (ffn, hidden), is_transposed=True)
         yield from linear(f"{ours}.mlp.fc2", f"{theirs}.mlp.c_proj", (hidden, ffn), is_transposed=True)
-    yield from norm("norm", "transformer.ln_f", hidden)
+    yield from linear("norm", "transformer.ln_f", (hidden,))
     if not config.tied_embeddings:
         yield whole("output.weight", head, table, vocab)
-
-
-def is_ignored(name: str) -> bool:
-    """Whether it is a buffer of the causal mask, which older versions of transformers saved."""
-    return re.fullmatch(r"transformer\.h\.\d+\.attn\.(masked_)?bias", name) is not None
 
 
 def to_fields(config: GPTConfig) -> dict[str, Any]:

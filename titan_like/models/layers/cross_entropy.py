@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_like.models.layers.interval_attention import accumulator
+
 IGNORED_LABEL = -100  # positions that carry no loss
 
 # Logits of a chunk. The gradient of the output matrix is read and written once a chunk, so GPUs, whose memory is slow
@@ -102,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
         with_gradient: bool,
     ) -> torch.Tensor:
         count = num_chunks(len(x), vocabulary.columns, x.device.type, vocabulary.chunk)
-        several, total = count > 1, torch.zeros((), dtype=_accumulator(x), device=x.device)
+        several, total = count > 1, torch.zeros((), dtype=accumulator(x), device=x.device)
         x_gradient = torch.empty_like(x) if with_gradient else x
         weight_gradient = bias_gradient = None
         parts, label_parts, gradients = (tensor.tensor_split(count) for tensor in (x, labels, x_gradient))
@@ -136,10 +138,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Tensor, several: bool) -> torch.Tensor:
     """Add gradientᵀ · x, [columns, hidden], to ``total``. Products of ``several`` chunks add up in float32."""
-    if total is None and (not several or x.dtype == _accumulator(x)):
+    if total is None and (not several or x.dtype == accumulator(x)):
         return gradient.t() @ x
     if total is None:
-        total = x.new_zeros(gradient.shape[1], x.shape[1], dtype=_accumulator(x))
+        total = x.new_zeros(gradient.shape[1], x.shape[1], dtype=accumulator(x))
     if total.dtype == x.dtype:
         return total.addmm_(gradient.t(), x)
     # At once, so that the GEMM's result takes little memory; multiples of 128, so that GPUs have fast kernels for it.
@@ -154,7 +156,7 @@ def _loss(
 ) -> torch.Tensor:
     """``factor`` times the summed loss of logits [positions, columns], which become their gradient if asked for."""
     on_gpu = logits.device.type == "cuda"
-    rows = len(logits) if on_gpu else max(1, BLOCK_BYTES // (logits.shape[1] * _accumulator(logits).itemsize))
+    rows = len(logits) if on_gpu else max(1, BLOCK_BYTES // (logits.shape[1] * accumulator(logits).itemsize))
     statistics, write_gradient = (
         (_compiled(_statistics), _compiled(_write_fused_gradient)) if on_gpu else (_statistics, _write_gradient)
     )
@@ -178,7 +180,7 @@ def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: flo
 
     logits [positions, columns], columns [positions] → [2, positions].
     """
-    values = soft_capped(logits.to(_accumulator(logits)), cap)
+    values = soft_capped(logits.to(accumulator(logits)), cap)
     target = values.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0)
     return torch.stack((values[:, :size].logsumexp(1), target))
 
@@ -228,7 +230,3 @@ def _slope(capped: torch.Tensor, cap: float) -> torch.Tensor:
 @cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
-
-
-def _accumulator(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

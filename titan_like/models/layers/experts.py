@@ -306,17 +306,10 @@ class SparseMLP(nn.Module):
 
 @torch.library.custom_op("titan_like::expert_product", mutates_args=())
 def expert_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Each expert's rows times the transpose of its matrix, in a loop over experts.
+    """Each expert's rows [rows, in] times the transpose of its matrix, of [E, out, in], in a loop → [rows, out].
 
-    It is an operator of its own because the host reads ``offsets``, which a compiler could not trace.
-
-    Args:
-        x: [rows, in], sorted by expert.
-        weight: [E, out, in].
-        offsets: int32 [E], ends of each expert's rows, best on the host.
-
-    Returns:
-        [rows, out].
+    It is an operator of its own because the host reads ``offsets``, int32 [E], which a compiler could not trace: the
+    ends of each expert's rows, best on the host.
     """
     result = x.new_empty(x.shape[0], weight.shape[1])
     for matrix, (start, stop) in zip(weight, pairwise([0, *offsets.tolist()]), strict=True):
@@ -345,13 +338,9 @@ def _(gradient: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.T
     return x.new_empty(len(offsets), gradient.shape[1], x.shape[1])
 
 
-def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight, offsets = ctx.saved_tensors
     return expert_product(gradient, weight.transpose(1, 2), offsets), expert_weight_gradient(gradient, x, offsets), None
 
 
-expert_product.register_autograd(_gradients, setup_context=_save_inputs)
+expert_product.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

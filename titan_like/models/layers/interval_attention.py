@@ -29,34 +29,10 @@ def interval_attention(
 ) -> torch.Tensor:
     """Softmax attention in which query i sees keys first[i] to end[i] - 1. It is an operator, so it can be compiled.
 
-    Args:
-        q: [batch, heads, queries, head_dim].
-        k: [batch, kv_heads, keys, head_dim].
-        v: like k.
-        first: int64 [batch, queries].
-        end: int64 [batch, queries].
-        scale: multiplies the scores.
-        softcap: scores s become softcap · tanh(s / softcap); 0: they stay.
-        sinks: [heads], one more logit of each head, without a value.
-
-    Returns:
-        The shape of q.
+    q is [batch, heads, queries, head_dim], as is the result, k and v are [batch, kv_heads, keys, head_dim], and first
+    and end int64 [batch, queries]. ``scale``, ``softcap`` and sinks, [heads], are as in `AttentionCore`.
     """
     return _attention(q, k, v, first, end, sinks, scale, softcap)[0]
-
-
-@torch.library.custom_op("titan_like::interval_attention", mutates_args=())
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    first: torch.Tensor,
-    end: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return attend(q, k, v, first, end, scale, softcap, sinks)
 
 
 def attend(
@@ -65,9 +41,9 @@ def attend(
     v: torch.Tensor,
     first: torch.Tensor,
     end: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(what `interval_attention` returns, the logarithm of the softmax's denominator [batch, heads, queries]).
 
@@ -84,11 +60,14 @@ def attend(
     return output, denominator
 
 
+_attention = torch.library.custom_op("titan_like::interval_attention", attend, mutates_args=())
+
+
 def denominators_before(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """The logarithms of the softmax's denominators before any key: [batch, heads, queries], at least float32."""
     if sinks is None:
-        return q.new_full(q.shape[:3], -math.inf, dtype=_accumulator(q))
-    return sinks.to(_accumulator(q))[:, None].expand(q.shape[:3]).clone()
+        return q.new_full(q.shape[:3], -math.inf, dtype=accumulator(q))
+    return sinks.to(accumulator(q))[:, None].expand(q.shape[:3]).clone()
 
 
 def sink_gradient(sinks: torch.Tensor, denominator: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -156,7 +135,7 @@ def _blocks(
     q: torch.Tensor, first: torch.Tensor, end: torch.Tensor
 ) -> Iterator[tuple[int, slice, slice, torch.Tensor]]:
     """Yield (batch row, queries, keys that any of them sees, bool [queries, keys]) until all queries are done."""
-    bytes_per_key, seq_len = q.shape[1] * _accumulator(q).itemsize, q.shape[2]
+    bytes_per_key, seq_len = q.shape[1] * accumulator(q).itemsize, q.shape[2]
     for row, (begins, ends) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
         start = 0
         while start < seq_len:
@@ -180,7 +159,7 @@ def _blocks(
 
 def _scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
     """q [heads, queries, head_dim], k [kv_heads, keys, head_dim] → [kv_heads, queries of its heads, keys]."""
-    dtype, heads, queries = _accumulator(q), q.shape[0], q.shape[1]
+    dtype, heads, queries = accumulator(q), q.shape[0], q.shape[1]
     scores = q.to(dtype).reshape(k.shape[0], -1, q.shape[2]) @ k.to(dtype).transpose(1, 2)
     scores *= scale
     if softcap:
@@ -199,7 +178,8 @@ def _probability(scores: torch.Tensor, denominator: torch.Tensor) -> torch.Tenso
     return scores.sub_(denominator.masked_fill(denominator == -math.inf, 0)).exp_()
 
 
-def _accumulator(x: torch.Tensor) -> torch.dtype:
+def accumulator(x: torch.Tensor) -> torch.dtype:
+    """The type of sums: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -209,7 +189,7 @@ def empty_like(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(batch, seq_len, heads, head_dim).transpose(1, 2)
 
 
-_attention.register_fake(lambda q, *_: (empty_like(q), q.new_empty(q.shape[:3], dtype=_accumulator(q))))
+_attention.register_fake(lambda q, *_: (empty_like(q), q.new_empty(q.shape[:3], dtype=accumulator(q))))
 _gradients.register_fake(
     lambda _, q, k, v, first, end, sinks, *__: (
         *map(torch.empty_like, (q, k, v)), q.new_empty(0) if sinks is None else torch.empty_like(sinks)

@@ -12,12 +12,15 @@ from titan_like.models.t5.config import T5Config
 MODEL_TYPE = "t5"
 ARCHITECTURE = "T5ForConditionalGeneration"
 PREFIX = ""
+# Of the first cross attention, which the first released weights have but nothing uses.
+IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 _MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
-_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
+_ENCODER = ("num_layers", "num_layers", 6, "num_hidden_layers")  # which counts those of the encoder
+_FIELDS = (  # ours, theirs, default (None: config.json must have the field), alias
     ("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
-    ("hidden_size", "d_model", None),
-    ("num_attention_heads", "num_heads", None),
-    ("head_size", "d_kv", None),
+    ("hidden_size", "d_model", None, "hidden_size"),
+    ("num_attention_heads", "num_heads", None, "num_attention_heads"),
+    ("head_size", "d_kv", None, "head_dim"),
     ("ffn_hidden_size", "d_ff", None),
     ("vocab_size", "vocab_size", None),
     ("max_seq_len", "n_positions", 512),
@@ -67,11 +70,6 @@ def stored_parameters(config: T5Config) -> Iterator[Stored]:
         yield whole("output.weight", "lm_head.weight", table, vocab)
 
 
-def is_ignored(name: str) -> bool:
-    """Whether it is the bias of the first cross attention, which the first released weights have but nothing uses."""
-    return name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-
-
 def to_fields(config: T5Config) -> dict[str, Any]:
     """The shape as fields of config.json."""
     return {
@@ -89,10 +87,9 @@ def from_fields(fields: Fields) -> TransformerConfig:
     fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
     fields.must_be("is_encoder_decoder", True)
     fields.must_be("is_causal", True)
-    encoder_layers = fields.integer("num_layers", 6)
-    shape = read_fields(T5Config, _FIELDS, fields)
-    shape["num_decoder_layers"] = shape["num_decoder_layers"] or encoder_layers
-    shape["num_layers"] = encoder_layers + shape["num_decoder_layers"]
+    shape = read_fields(T5Config, (_ENCODER, *_FIELDS), fields)
+    shape["num_decoder_layers"] = shape["num_decoder_layers"] or shape["num_layers"]
+    shape["num_layers"] += shape["num_decoder_layers"]
     proj = fields.values.get("feed_forward_proj", "relu")
     shape["mlp"] = next(mlp for mlp, name in _MLPS.items() if name == proj)
     fields.must_be("is_gated_act", proj != "relu")  # which transformers prefers to feed_forward_proj

@@ -17,7 +17,7 @@ import numpy as np
 
 from titan_like.config import ConfigError
 from titan_like.config.errors import require
-from titan_like.config.options import OptionParser, path_option
+from titan_like.config.options import OptionParser
 from titan_like.metrics.devices import find_device
 from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.predict import of_own_trainer
@@ -36,19 +36,13 @@ _REASONS = 5  # the most reasons shown for rows that are left out
 def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
     start = "stack profile to start from: a shipped one or a TOML file"
-    parser.add_argument("--profile", type=path_option, required=True, help=start)
-    parser.add_argument(
-        "--points", type=path_option, required=True, metavar="FILE.csv", help="rows measured on one stack"
-    )
-    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help="where to write the fitted profile")
+    parser.add_path("--profile", start, "PROFILE", required=True)
+    parser.add_path("--points", "rows measured on one stack", "FILE.csv", required=True)
+    parser.add_path("--out", "where to write the fitted profile", "FILE.toml", type=toml_option)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Fit a profile and describe it.
-
-    Raises:
-        ConfigError: there are no rows to fit to.
-    """
+    """Fit a profile and describe it."""
     require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
     check_scipy()
     start = load_profile(options.profile)
@@ -75,11 +69,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 
 def check_scipy() -> None:
-    """Refuse to fit without scipy.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Refuse to fit without scipy."""
     cure = 'needs scipy; pip install "titan_like[calibrate]"'
     require(find_spec("scipy") is not None, "command line", "calibrate", cure)
 

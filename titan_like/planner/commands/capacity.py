@@ -78,11 +78,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Find the largest models and the fewest nodes. The exit status is 1 if the run's model fits on no number of nodes.
-
-    Raises:
-        ConfigError: the run does not say which GPUs its nodes have, or no layout is valid.
-    """
+    """Find the largest models and the fewest nodes. The exit status is 1 if the run's model fits on none."""
     config, profile, tokens = read_run(options, settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
     show, per_node = Progress(), config.cluster.gpus_per_node
@@ -116,11 +112,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 def largest_model(
     config: JobConfig, profile: Profile | None, nodes: int, fixed: frozenset[str], show: Show
 ) -> Capacity | None:
-    """The largest scaled model that fits on the nodes, to within 3 %; None if not even 100 million parameters do.
-
-    Raises:
-        ConfigError: no layout is valid for the run, whatever the memory.
-    """
+    """The largest scaled model that fits on the nodes, to within 3 %; None if not even 100 million parameters do."""
     gpus = nodes * (config.cluster.gpus_per_node or 1)
 
     def of_size(parameters: float) -> JobConfig:
@@ -143,11 +135,7 @@ def largest_model(
 
 
 def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[str], show: Show) -> Capacity | None:
-    """The fewest nodes on which the run's model fits; None if it needs more than 4,096.
-
-    Raises:
-        ConfigError: no layout on any number of nodes is valid for the run.
-    """
+    """The fewest nodes on which the run's model fits; None if it needs more than 4,096."""
     model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
     stack = profile_of(config, profile)
     room = usable_bytes(stack.device) - stack.overhead_bytes
@@ -167,11 +155,7 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
 
 
 def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset[str]) -> bool:
-    """Whether there is a layout with enough memory.
-
-    Raises:
-        ConfigError: no layout is valid.
-    """
+    """Whether there is a layout with enough memory; a `ConfigError` if no layout is valid."""
     stack = checked_profile(config, gpus, profile)
     overrides = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed}
     usable = usable_bytes(stack.device)

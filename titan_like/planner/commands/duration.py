@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from titan_like.config import ConfigError
 from titan_like.config.errors import require
 from titan_like.config.options import OptionParser
 from titan_like.data.lengths import sample_length
@@ -33,19 +32,15 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Compute the days by the exact count and by the paper's formula.
-
-    Raises:
-        ConfigError: neither the command nor the run says how many tokens, or an option is out of range.
-    """
+    """Compute the days by the exact count and by the paper's formula."""
     config, profile, tokens = read_run(options, settings)
     require(tokens, "--tokens", None, "say how many tokens to train on")
     assert tokens is not None
     forecast = predict(config, profile)
     work, device = forecast.work, forecast.profile.device
-    if options.tflops is not None and options.tflops * 1e12 > device.peak_flops(work.dtype):
-        peak = f"the peak of {device.name} in {work.dtype} is {device.peak_flops(work.dtype) / 1e12:g}"
-        raise ConfigError("--tflops", options.tflops, f"{peak}; give the rate that a GPU achieves")
+    peak = device.peak_flops(work.dtype) / 1e12
+    problem = f"the peak of {device.name} in {work.dtype} is {peak:g}; give the rate that a GPU achieves"
+    require(options.tflops is None or options.tflops <= peak, "--tflops", options.tflops, problem)
     # Rates include recomputation: they are hardware FLOPs of `metrics.flops`.
     encoder, decoder = sample_length(config, work.model)[1:]
     per_token = hardware_flops_per_token(work.model, encoder, work.activation_checkpoint, decoder)

@@ -33,7 +33,7 @@ from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.registry import build_model, model_config
 from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.cost import Kernels, pass_times
-from titan_like.planner.links import BETWEEN_NODES, Measurement, latency_of, with_links
+from titan_like.planner.links import BETWEEN_NODES, Measurement, latency_of, operation_on, with_links
 from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import Profile, profile_to_toml
 from titan_like.planner.trace.program import Pass, Segment
@@ -69,8 +69,7 @@ _FIRST_STEPS, _FRAGMENTATION = 53e6, 0.6
 
 def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
-    text = "where to write the profile"
-    parser.add_argument("--out", type=toml_option, required=True, metavar="FILE.toml", help=text)
+    parser.add_path("--out", "where to write the profile", "FILE.toml", type=toml_option, required=True)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
@@ -296,20 +295,16 @@ def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _links(machine: Machine) -> list[Measurement]:
     """Small and large all-reduces over all processes, and messages between neighbours that all send at once."""
-    n, rank = machine.processes, dist.get_rank()
+    n, group = machine.processes, dist.group.WORLD
+    assert group is not None
     sharing = machine.local_size if n > machine.local_size else 0  # then the links between machines are the slowest
     tokens, inputs, outputs = machine.products[-1]
     x, weight = torch.ones(tokens, inputs, device=machine.device), torch.ones(inputs, outputs, device=machine.device)
     results = []
     for nbytes in (_SMALLEST, _LARGEST_CPU if machine.is_cpu else _LARGEST_GPU):
-        sent, received = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
-
-        def exchange(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:
-            sends = dist.P2POp(dist.isend, sent, (rank + 1) % n), dist.P2POp(dist.irecv, received, (rank - 1) % n)
-            for work in dist.batch_isend_irecv(list(sends)):
-                work.wait()
-
-        for operation, run in (("all_reduce", partial(dist.all_reduce, sent)), ("send_receive", exchange)):
+        buffer, spare = (torch.ones(nbytes // 4, device=machine.device) for _ in range(2))
+        for operation in ("all_reduce", "send_receive"):
+            run = operation_on(operation, buffer, spare, group)
             seconds = max(machine.seconds_between(run, lambda: x @ weight), 1e-9)
             results.append(Measurement(BETWEEN_NODES if sharing else "node", n, operation, nbytes, seconds, sharing))
     return results

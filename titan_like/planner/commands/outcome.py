@@ -50,10 +50,9 @@ class Progress:
 
 def add_profile(parser: OptionParser) -> None:
     """Add the option for the stack profile."""
-    text = "stack profile: a shipped one or a TOML file (default: the GPU's)"
-    parser.add_argument("--profile", type=path_option, help=text)
+    parser.add_path("--profile", "stack profile: a shipped one or a TOML file (default: the GPU's)", "PROFILE")
     links = "what scripts/bench_comm.py --json has measured, in the place of the profile's links"
-    parser.add_argument("--links", type=path_option, metavar="FILE.json", help=links)
+    parser.add_path("--links", links, "FILE.json")
 
 
 def add_price(parser: OptionParser) -> None:
@@ -67,24 +66,17 @@ def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfi
 
     The tokens are None if neither the command line nor the run says how many, or the command has no such option. A line
     on stderr says if predictions leave out one of the settings.
-
-    Raises:
-        ConfigError: the user has to change something.
     """
     config = load_config(settings)
     if config.float8.enable:
         print(FLOAT8_NOTE, file=sys.stderr)
-    return config, _profile(options), _tokens(options, config) if hasattr(options, "tokens") else None
-
-
-def _profile(options: argparse.Namespace) -> Profile | None:
     problem = "changes a profile; name that with --profile too"
     require(options.profile or not options.links, "--links", options.links, problem)
     profile = load_profile(options.profile) if options.profile else None
-    if profile is None or not options.links:
-        return profile
-    linked = with_links(profile, read_measurements(options.links, profile.device.is_cpu))
-    return replace(linked, name=f"{profile.name} with the links of {Path(options.links).name}")
+    if profile is not None and options.links:
+        linked = with_links(profile, read_measurements(options.links, profile.device.is_cpu))
+        profile = replace(linked, name=f"{profile.name} with the links of {Path(options.links).name}")
+    return config, profile, _tokens(options, config) if hasattr(options, "tokens") else None
 
 
 def _tokens(options: argparse.Namespace, config: JobConfig) -> float | None:

@@ -20,11 +20,7 @@ def add_options(parser: OptionParser) -> None:
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Predict the run. The exit status is 1 if it does not fit into memory.
-
-    Raises:
-        ConfigError: the user has to change something.
-    """
+    """Predict the run. The exit status is 1 if it does not fit into memory."""
     config, profile, _ = read_run(options, settings)
     forecast = predict(config, profile, options.expert_load)
     return Outcome(describe(forecast), {"predict": forecast.as_dict()}, 0 if forecast.memory.fits else 1)

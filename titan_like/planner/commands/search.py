@@ -45,16 +45,11 @@ def add_options(parser: OptionParser) -> None:
     text = "GPUs of the job (default: the run's cluster)"
     parser.add_number("--gpus", int, least=1, most=1_000_000, help=text)
     parser.add_number("--top", int, least=1, default=10, help="combinations of tensor and pipeline degree to show")
-    text = "where to write the run in its best layout, to train from"
-    parser.add_argument("--out", type=toml_option, metavar="FILE.toml", help=text)
+    parser.add_path("--out", "where to write the run in its best layout, to train from", "FILE.toml", type=toml_option)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Search and describe the best layouts.
-
-    Raises:
-        ConfigError: no layout is valid, or none fits.
-    """
+    """Search and describe the best layouts."""
     config, profile, tokens = read_run(options, settings)
     given = frozenset(parse_overrides(settings))
     fixed = given & {*SEARCHED, STAGE_SIZES}
@@ -97,19 +92,16 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 def summary(result: SearchResult, prediction: Forecast) -> list[str]:
     """The best layout, the forecast for it, and how many layouts it is the best of."""
     counts, is_fastest = result.counts, result.best is result.fastest
+    sliced = "parallelism.context_parallel_degree" not in result.space.fixed and result.best.work.context > 1
+    slices = f"; a file that names no context degree gets slices of at least {SLICE:,} tokens" if sliced else ""
     which = "fastest" if is_fastest else "the simplest that predictions cannot tell from the fastest"
     return [
         described(prediction.work),
         f"predicted: {prediction}",
         f"{which} of {counts.valid:,} valid layouts on {gpus(result.space.num_gpus)}; {counts.too_large:,} of them are "
         f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
-        f"are slower{_of_slices(result)}",
+        f"are slower{slices}",
     ]
-
-
-def _of_slices(result: SearchResult) -> str:
-    is_chosen = "parallelism.context_parallel_degree" not in result.space.fixed and result.best.work.context > 1
-    return f"; a file that names no context degree gets slices of at least {SLICE:,} tokens" if is_chosen else ""
 
 
 Reasoned = list[tuple[Candidate, str]]  # with why each is not the best
@@ -181,16 +173,9 @@ def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     tree.setdefault("job", {}).pop("config_file", None)
     tree["parallelism"].pop("auto", None)
-    tree["cluster"] = _cluster(config, num_gpus)
-    schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
-    return schema + to_toml(tree, [*map(as_installed, head)])
-
-
-def _cluster(config: JobConfig, num_gpus: int) -> dict[str, Any]:
-    """The cluster's settings, with as many nodes as the GPUs fill."""
-    cluster = config.cluster.model_dump(exclude_unset=True, exclude_none=True)
-    per_node = config.cluster.gpus_per_node
+    cluster, per_node = tree.setdefault("cluster", {}), config.cluster.gpus_per_node
     cluster.pop("nodes", None)
     if per_node is not None and num_gpus % per_node == 0:
         cluster["nodes"] = num_gpus // per_node
-    return cluster
+    schema = "#:schema ./schema.json\n" if (path.parent / "schema.json").is_file() else ""
+    return schema + to_toml(tree, [*map(as_installed, head)])

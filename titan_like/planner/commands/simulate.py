@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from titan_like.config import ConfigError
-from titan_like.config.options import OptionParser, path_option
+from titan_like.config.errors import ConfigError, require
+from titan_like.config.options import OptionParser
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
 from titan_like.metrics.timeline_report import (
@@ -35,26 +35,13 @@ def add_options(parser: OptionParser) -> None:
     parser.add_number("--width", int, least=10, most=10000, default=100, help=text)
     text = "draw every microbatch (default: of many, the first and the last round)"
     parser.add_argument("--whole", action="store_true", help=text)
-    parser.add_argument(
-        "--picture", type=path_option, metavar="PATH", help="also draw it into this .png or .svg file; needs matplotlib"
-    )
-    parser.add_argument(
-        "--out",
-        type=path_option,
-        metavar="FILE.json",
-        help="write it in the format of the trainer's measured timelines",
-    )
-    parser.add_argument(
-        "--measured", type=path_option, metavar="FILE.json", help="compare it with this timeline from the trainer"
-    )
+    parser.add_path("--picture", "also draw it into this .png or .svg file; needs matplotlib")
+    parser.add_path("--out", "write it in the format of the trainer's measured timelines", "FILE.json")
+    parser.add_path("--measured", "compare it with this timeline from the trainer", "FILE.json")
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
-    """Simulate a step, and compare and draw it if asked to.
-
-    Raises:
-        ConfigError: the measured timeline cannot be read or has another pipeline, or the picture cannot be drawn.
-    """
+    """Simulate a step, and compare and draw it if asked to."""
     check_picture("--picture", options.picture)
     forecast = predict(*read_run(options, settings)[:2])
     predicted = timeline(forecast.work, forecast.profile)
@@ -72,15 +59,10 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
         draw([(f"{name}: {titles[name]}", step) for name, step in steps], Path(options.picture))
     origin = f"{headline(predicted)}; profile {forecast.profile.name} on {forecast.profile.device.name}"
     summary, parts = figures(predicted), parts_of(predicted)
-    lines = [
-        origin,
-        *drawn(steps, options.width),
-        LEGEND,
-        *([note.removeprefix("; ")] if note else []),
-        *sentences(summary, parts),
-    ]
-    if compared:
-        lines += table(compared)
+    lines = [origin, *drawn(steps, options.width), LEGEND]
+    lines += [note.removeprefix("; ")] if note else []
+    lines += sentences(summary, parts)
+    lines += table(compared) if compared else []
     lines += does_not_fit(forecast)
     result = {
         "seconds": predicted.seconds,
@@ -113,18 +95,13 @@ def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[Step
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
-    """Read a timeline of the same pipeline.
-
-    Raises:
-        ConfigError: the file has none, or it has another pipeline.
-    """
+    """Read a timeline; a `ConfigError` if it is none of the same pipeline."""
     try:
         step = read_trace(Path(path))
     except ValueError as error:
         raise ConfigError("--measured", path, f"{error}; give a step-N.json that the trainer wrote") from None
-    if headline(step).split(";")[0] != headline(predicted).split(";")[0]:
-        given, expected = (headline(candidate).split(";")[0] for candidate in (step, predicted))
-        raise ConfigError("--measured", path, f"has {given}; the run has {expected}")
+    given, expected = (headline(candidate).split(";")[0] for candidate in (step, predicted))
+    require(given == expected, "--measured", path, f"has {given}; the run has {expected}")
     return step
 
 
