@@ -38,11 +38,16 @@ RULES = {  # update rules
     "muon": "titan_like.optim.optimizer:muon",
     "sgd": "titan_like.optim.optimizer:sgd",
 }
+MIXERS = {
+    "attention": "titan_like.models.decoder.mixers:SoftmaxMixer",
+    "latent": "titan_like.models.decoder.mixers:LatentMixer",
+}
 START = "titan_like.hugging_face.start:with_start"  # what `model.from` calls
 NAMED = {  # setting → this package's own objects, and the group of entry points that adds other packages'
     "model.family": (FAMILIES, "titan_like.models"),
     "data.dataset": (DATASETS, "titan_like.datasets"),
     "optimizer.name": (RULES, "titan_like.optimizers"),
+    "mixer": (MIXERS, "titan_like.mixers"),  # of a kind of the decoder's layers
 }
 
 

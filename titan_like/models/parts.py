@@ -114,6 +114,7 @@ def _layer_parts(layer: nn.Module) -> LayerParts:
     sparse = {part for module in layer.modules() if isinstance(module, SparseMLP) for part in module.modules()}
     for module in layer.modules():
         seen = 0 if module in of_memory else stack
+        matrices[seen] += getattr(module, "products_per_position", 0)
         if isinstance(module, AttentionCore):
             cores.append(Core(stack, seen, module.is_causal, module.window, module.softcap > 0))
         for parameter in module.parameters(recurse=False):

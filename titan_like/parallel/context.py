@@ -14,6 +14,7 @@ by one. Positions, masks and labels are sharded like the tokens, so ranks differ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,8 +135,10 @@ CORES: dict[str, type[ContextCore]] = {"all_gather": GatheredCore, "ulysses": Ul
 
 
 def apply_context_parallel(model: Transformer, group: Group, method: str) -> None:
-    """Let all attention of a model, or of one pipeline stage, work on CP shards."""
+    """Let all that mixes positions in a model, or in one pipeline stage, work on CP shards."""
     model.context_shards = group.size
-    for core in model.modules():
-        if isinstance(core, AttentionCore):
-            extend(core, CORES[method], group=group)
+    for module in model.modules():
+        if isinstance(module, AttentionCore):
+            extend(module, CORES[method], group=group)
+        elif hasattr(module, "shard_context"):
+            cast(Any, module).shard_context(group)

@@ -82,7 +82,8 @@ def _first_difference(config: TransformerConfig, in_blocks: bool) -> str | None:
             if type(module).attend is not AttentionCore.attend and not in_blocks:
                 return name  # context parallelism would compute something else in its place
             extend(module, _OwnKey)
-    blocks = _blocks(model) if in_blocks else []
+    crossing = [name for name, module in model.named_modules() if hasattr(module, "shard_context")]
+    blocks = _blocks(model) if in_blocks else crossing
     for name in blocks:
         model.get_submodule(name).register_forward_hook(lambda _, x, y: x[0].sin().mean(2, keepdim=True).expand_as(y))
     samples = NUM_OPTIONS if "choice" in small.predictions else 1

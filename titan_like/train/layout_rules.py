@@ -153,5 +153,5 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
     from titan_like.parallel.whole_sequences import needs_whole_sequences  # imports torch
 
     problem = needs_whole_sequences(model, in_blocks=False) or ""
-    cure = "a rank has only its CP shard of each, and AttentionCore alone sees the others; use 1"
+    cure = "a rank has only its CP shard of each, and AttentionCore alone sees the others; use 1 (docs/families.md)"
     require(not problem, "parallelism.context_parallel_degree", degree, f"{family}: {problem}, but {cure}")

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from titan_like.config.entry_points import MIXERS, find_entry, load_entry
 from titan_like.models.config import RopeScaling, Scaling, WithExperts, WithHeadSize
+
+if TYPE_CHECKING:
+    from titan_like.models.decoder.mixers import Mixer
 
 FULL = "full"  # the kind of all layers, unless layer_pattern names others
 
 
 class LayerKind(BaseModel):
-    """What a layer's attention sees. Layers of all kinds have the same parameters."""
+    """With what a layer mixes positions, and what it sees."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     window: int = Field(0, ge=0, le=2**27, description="keys that a query sees, its own included; 0: all before it")
     rope_theta: float = Field(ge=0, le=1e30, description="base of the rotary frequencies; 0: no rotation")
     rope_scaling: Scaling = Field(None, description="scaling of the rotary frequencies")
+    mixer: str = Field("", description="attention, latent or a package's own; empty: latent if kv_lora_rank is set")
+    options: dict[str, Any] = Field({}, description="fields of the mixer")
 
 
 class DecoderConfig(WithHeadSize, WithExperts):
@@ -29,7 +35,6 @@ class DecoderConfig(WithHeadSize, WithExperts):
         pydantic.ValidationError: as for every `TransformerConfig`, or fields do not go together.
     """
 
-    supports_masks: ClassVar[bool] = True
     # No position table depends on the length.
     not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len", "mtp_coefficient", "round_embedding_scale"}
 
@@ -123,6 +128,18 @@ class DecoderConfig(WithHeadSize, WithExperts):
             raise ValueError(f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out")
         for name in (name for name in self.kind_names if name not in (FULL, *self.kinds)):
             raise ValueError(f"layer_pattern has the kind {name}; say what it is in kinds.{name}, such as its window")
+        for name, kind in self.kinds.items():
+            if kind.mixer not in ("", self.softmax_mixer):
+                if kind.mixer in MIXERS:
+                    raise ValueError(f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}')
+                if kind.window:
+                    raise ValueError(f"kinds.{name}.window {kind.window} is one of attention; leave it out")
+            try:
+                self.mixer_of(name) if kind.mixer or kind.options else None
+            except ValidationError as error:
+                field = error.errors()[0]
+                where = ".".join(map(str, ("kinds", name, "options", *field["loc"])))
+                raise ValueError(f"{where}: {field['msg']}") from None
         return self
 
     @model_validator(mode="after")
@@ -175,6 +192,22 @@ class DecoderConfig(WithHeadSize, WithExperts):
     def kind(self, name: str) -> LayerKind:
         """The kind of this name."""
         return self.kinds.get(name) or LayerKind(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+
+    @property
+    def softmax_mixer(self) -> str:
+        """The mixer of the kinds that name none."""
+        return "latent" if self.kv_lora_rank else "attention"
+
+    def mixer_of(self, kind: str) -> Mixer:
+        """The mixer of the kind of this name."""
+        layers = self.kind(kind)
+        name = layers.mixer or self.softmax_mixer
+        return load_entry("mixer", find_entry("mixer", name)).model_validate(layers.options)
+
+    @property
+    def supports_masks(self) -> bool:  # type: ignore[override]
+        """Whether all mixers heed document masks."""
+        return all(self.mixer_of(name).supports_masks for name, kind in self.kinds.items() if kind.mixer)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -235,7 +268,9 @@ class DecoderConfig(WithHeadSize, WithExperts):
             latent |= {"head_size": 48, "rotary_fraction": 1.0, "q_lora_rank": 32 * (self.q_lora_rank > 0)}
             head, rotary = 48, 16
         kinds = {
-            name: kind.model_dump() | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
+            name: kind.model_dump()
+            | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
+            | {"options": kind.options | (self.mixer_of(name).shrunk(seq_len) if kind.mixer else {})}
             for name, kind in self.kinds.items()
         }
         return super().shrunk(seq_len) | {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import cast
 
 import torch
@@ -12,10 +11,8 @@ from torch import nn
 
 from titan_like.models.batch import Batch, Context, Rope
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.layers.attention import AttentionCore, SelfAttention
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
 from titan_like.models.layers.experts import SparseMLP
-from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes, latent_scale
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.norms import make_norm
 from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies, rope_magnitude
@@ -117,40 +114,16 @@ class Decoder(Transformer):
         """Build the layer with this number."""
         config, mlp = self.config, GatedMLP if self.config.gated else PlainMLP
         layer = DecoderLayer if number < config.num_layers else MTPLayer
-        attention = self.new_latent_attention(number) if config.kv_lora_rank else self.new_attention(number)
+        attention = self.new_attention(number)
         if config.num_experts and number >= config.num_dense_layers:
             return layer(config, attention, SparseMLP(config))
         dense = mlp(config.hidden_size, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
         return layer(config, attention, dense)
 
-    def new_attention(self, number: int) -> SelfAttention:
-        """Build the attention of the layer with this number."""
-        config = self.config
-        return SelfAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_kv_heads,
-            bias=config.attention_bias != "none",
-            proj_bias=config.attention_bias == "all",
-            head_dim=config.head_dim,
-            scale=config.attention_scale or None,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
-            softcap=config.attention_softcap,
-            window=config.kind(config.kind_of(number)).window,
-            sinks=config.attention_sinks,
-        )
-
-    def new_latent_attention(self, number: int) -> LatentAttention:
-        """Build the latent attention of the layer with this number."""
-        config, kind = self.config, self.config.kind(self.config.kind_of(number))
-        ranks, heads = (config.q_lora_rank, config.kv_lora_rank), config.num_attention_heads
-        sizes = LatentSizes(*ranks, config.nope_head_size, config.rope_head_size, config.value_head_size)
-        scale = config.attention_scale or latent_scale(config.head_size, kind.rope_scaling)
-        num_sinks = heads if config.attention_sinks else 0
-        core = AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
-        return LatentAttention(config.hidden_size, heads, sizes, core, bias=config.attention_bias == "all")
+    def new_attention(self, number: int) -> nn.Module:
+        """Build what mixes positions in the layer with this number."""
+        name = self.config.kind_of(number)
+        return self.config.mixer_of(name).build(self.config, self.config.kind(name))
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """As in the base class. Positions enter in the attention."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.layers.latent_attention import LATENT_PLAN
+from collections.abc import Mapping
+from typing import Any
 
-_ATTENTION, _MLP = "layers.*.attention", "layers.*.mlp"
+from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.layers.attention import ATTENTION_PLAN
+
+_MLP = "layers.*.mlp"
 _DENSE = {
     _MLP: "region",
     f"{_MLP}.gate": "column_linear",
@@ -16,32 +19,33 @@ _AROUND_MLPS = {
     "embedding": "vocabulary_embedding",
     "next_embedding": "vocabulary_embedding",
     "layers.*.attention_norm": "norm",
-    "layers.*.attention": "region",
-    "layers.*.attention.qkv": "column_linear",  # its rows are ordered by head groups, so each rank gets whole groups
-    "layers.*.attention.core": "split_heads",
-    "layers.*.attention.proj": "row_linear",
     "layers.*.mlp_norm": "norm",
     "norm": "norm",
     "output": "vocabulary_output",
     "mask_padding": "vocabulary_mask",
     "token_loss": "vocabulary_loss",
 }
-LLAMA = _AROUND_MLPS | _DENSE
 
 
-def _plan(config: DecoderConfig) -> dict[str, str]:
+def _below(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan of parts of the module ``name``, which is "" in it, as one of the model."""
+    return {f"{name}.{part}".removesuffix("."): style for part, style in plan.items()}
+
+
+LLAMA = _AROUND_MLPS | _below("layers.*.attention", ATTENTION_PLAN) | _DENSE
+
+
+def _plan(config: DecoderConfig) -> dict[str, Any]:
     """Experts are left to `titan_like.parallel.experts`. Shared ones are split as dense MLPs are."""
-    plan = dict(_AROUND_MLPS)
+    plan: dict[str, Any] = dict(_AROUND_MLPS)
+    mixers = {name: config.mixer_of(name).plan(config) for name in config.kind_names}
+    if all(mixer == mixers[config.kind_names[0]] for mixer in mixers.values()):
+        plan |= _below("layers.*.attention", mixers[config.kind_names[0]])
+    else:
+        for number in range(len(config.layer_kinds)):
+            plan |= _below(f"layers.{number}.attention", mixers[config.kind_of(number)])
     if config.block == "sandwich":
         plan |= {f"layers.*.{block}_post_norm": "norm" for block in ("attention", "mlp")}
-    if config.qk_norm != "none":
-        style = "head_norm" if config.qk_norm == "head" else "split_norm"
-        plan |= {f"layers.*.attention.{part}_norm": style for part in "qk"}
-    if config.kv_lora_rank:
-        plan = {name: style for name, style in plan.items() if not name.startswith(f"{_ATTENTION}.")}
-        del plan[_ATTENTION]
-        is_there = {"q_a": config.q_lora_rank, "q_norm": config.q_lora_rank}
-        plan |= {f"{_ATTENTION}.{name}": style for name, style in LATENT_PLAN.items() if is_there.get(name, True)}
     if config.mtp_layers:
         mtp = f"layers.{config.num_layers}"
         plan |= {f"{mtp}.eh_proj": "replicated_linear", **{f"{mtp}.{name}norm": "norm" for name in ("e", "h", "")}}

@@ -280,6 +280,15 @@ class SelfAttention(nn.Module):
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
 
 
+ATTENTION_PLAN = {
+    "": "region",
+    "qkv": "column_linear",  # its rows are ordered by head groups, so each rank gets whole groups
+    "core": "split_heads",
+    "proj": "row_linear",
+}
+"""How tensor parallelism splits a `SelfAttention`: module name → style."""
+
+
 class CrossAttention(nn.Module):
     """Attention of one sequence to another one, as of a decoder to its encoder's output.
 

@@ -1,0 +1,157 @@
+"""The page about families' mixer, as a user's package: linear attention in three layers of four."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.scripts import install
+from tests.e2e.test_own_family import LAYOUT, SMALL, home, run, succeeded
+from tests.float64 import bound, in_float64
+from titan_like.commands import plan, verify
+from titan_like.config.load import load_config
+from titan_like.evaluate.inference import load
+from titan_like.metrics.flops import model_flops_per_token
+from titan_like.models.batch import Batch
+from titan_like.models.registry import model_config
+from titan_like.parallel.layout import resolve_layout
+from titan_like.planner import trace as traces
+from titan_like.planner.memory import rank_memory
+from titan_like.planner.predict import workload_of
+from titan_like.verify import verify as verify_module
+from titan_like.verify.compare import EXACT
+from titan_like.verify.verify import Verifier
+
+__all__ = ["home"]
+HYBRID = ["--job.config_file=qwen3.toml", *SMALL, "--model.family=hybrid"]
+MAPPING = """
+from titan_like.models.hugging_face import fused, linear, read_fields, validated, whole, written_fields
+from my_models.hybrid.config import HybridConfig
+
+MODEL_TYPE, ARCHITECTURE, PREFIX = "hybrid", "HybridForCausalLM", "model."
+FIELDS = tuple(
+    (name, name, None)
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "max_seq_len")
+) + (("tied_embeddings", "tie_word_embeddings", False),)
+
+def stored_parameters(config):
+    hidden, ffn, table = config.hidden_size, config.ffn_hidden_size, (config.padded_vocab_size, config.hidden_size)
+    yield whole("embedding.weight", "model.embed.weight", table, config.vocab_size)
+    for i in range(config.num_layers):
+        name, theirs = f"layers.{i}", f"model.layers.{i}"
+        for norm in ("attention_norm", "mlp_norm"):
+            yield from linear(f"{name}.{norm}", f"{theirs}.{norm}", (hidden,), has_bias=False)
+        if config.kind_of(i) == "linear":
+            shape = (3 * hidden, hidden)
+            yield from linear(f"{name}.attention.qkv", f"{theirs}.linear_attention.qkv", shape, has_bias=False)
+        else:
+            sources = tuple(f"{theirs}.attention.{part}.weight" for part in ("q", "k", "v"))
+            yield fused(config, f"{name}.attention.qkv.weight", (hidden,), sources)
+        yield from linear(f"{name}.attention.proj", f"{theirs}.attention.o", (hidden, hidden), has_bias=False)
+        for part in ("gate", "up"):
+            yield from linear(f"{name}.mlp.{part}", f"{theirs}.mlp.{part}", (ffn, hidden), has_bias=False)
+        yield from linear(f"{name}.mlp.down", f"{theirs}.mlp.down", (hidden, ffn), has_bias=False)
+    yield from linear("norm", "model.norm", (hidden,), has_bias=False)
+    yield whole("output.weight", "lm_head.weight", table, config.vocab_size)
+
+def to_fields(config):
+    return {"model_type": MODEL_TYPE, **written_fields(config, FIELDS, ARCHITECTURE)}
+
+def from_fields(fields):
+    kinds = {"linear": {"mixer": "linear", "rope_theta": 0.0, "options": {"head_size": 32}}}
+    pattern = {"layer_pattern": ["linear", "linear", "linear", "full"], "kinds": kinds}
+    return validated(HybridConfig, read_fields(HybridConfig, FIELDS, fields) | pattern)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed(home: Path) -> Iterator[None]:
+    """The package's entry points, and a mapping of its own."""
+    install(home, "my_hybrid", "titan_like.models", "hybrid = my_models.hybrid.config:HybridConfig")
+    install(home, "my_mixers", "titan_like.mixers", "linear = my_models.hybrid.mixer:LinearMixer")
+    (home / "my_models" / "hybrid" / "hugging_face.py").write_text(MAPPING)
+    yield
+
+
+def test_a_hybrid_trains_and_is_exported_by_its_own_mapping(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    succeeded(home, "train.py", *HYBRID, "--checkpoint.enable=true", "--optimizer.lr=0.003")
+    losses = [json.loads(line)["loss"] for line in (home / "outputs" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=outputs/checkpoint", "--output=hybrid_hf")
+    succeeded(home, "scripts/convert.py", "from-hf", "--input=hybrid_hf", "--output=hybrid_again")
+    monkeypatch.syspath_prepend(home)
+    tokens = torch.randint(257, (2, 64), generator=torch.Generator().manual_seed(1))
+    models = [load(home / name, device="cpu")[0].double() for name in ("outputs", "hybrid_again")]
+    with torch.no_grad(), in_float64():
+        first, second = (model(Batch(tokens))[..., :257] for model in models)
+        alone = models[0](Batch(tokens[:, :40]))[..., :257]
+    assert torch.equal(first, second)
+    assert (alone - first[:, :40]).abs().max() < bound() * first.abs().max()  # no position sees later ones
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUT, ["--parallelism.context_parallel_degree=2", "--parallelism.zero_stage=3"]],
+    ids=["tensor, pipeline, zero 3", "context, zero 3"],
+)
+def test_a_layout_computes_the_training_of_one_process(
+    home: Path, layout: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=[EXACT]))
+    assert verify.main([*HYBRID, "--steps=2", "--timeout=300", "--processes=4", *layout]) == 0
+
+
+def test_it_is_planned_and_searched(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(traces, "default_folder", lambda: tmp_path)
+    settings = [
+        *HYBRID,
+        "--training.global_batch_size=16",
+        "--training.seq_len=256",
+        "--cluster.gpus_per_node=8",
+        "--cluster.gpu=H100",
+    ]
+    for command, options in (("predict", LAYOUT), ("search", ["--gpus=2"])):
+        assert plan.main([command, *settings, *options, f"--json={tmp_path / 'plan.json'}"]) == 0
+        assert json.loads((tmp_path / "plan.json").read_text())[command]
+    config = load_config([*settings, *LAYOUT])
+    model, matrix = model_config(config.model), 128 * 128
+    linear, matrices = 3 * 2 * 4 * 32**2, 4 * (4 * matrix + 3 * 128 * model.ffn_hidden_size) + 384 * 128
+    assert model_flops_per_token(model, 256) == 6 * (matrices + linear + 2 * 256 * 128)
+    work = workload_of(config, model, resolve_layout(config.parallelism, 8))
+    assert all(rank_memory(work, rank).total > 0 for rank in range(2))
+
+
+def test_without_a_way_across_shards_context_parallelism_is_refused(home: Path) -> None:
+    file = home / "my_models" / "hybrid" / "mixer.py"
+    whole = file.read_text()
+    try:
+        file.write_text(whole.replace("def shard_context", "def _shard_context"))
+        done = run(home, "train.py", *HYBRID, "--job.dry_run=true", "--parallelism.context_parallel_degree=2")
+    finally:
+        file.write_text(whole)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "hybrid: layers.0.attention needs whole sequences, but " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (['{linear = {mixer = "liner"}}'], 'mixer = "liner": unknown name; did you mean linear?'),
+        (['{linear = {mixer = "linear", options = {}}}'], "kinds.linear.options.head_size: Field required"),
+        (['{linear = {mixer = "linear", options = {head_size = 32}, window = 8}}'], "kinds.linear.window 8 is"),
+        (['{linear = {mixer = "latent"}}'], 'kinds.linear.mixer "latent" does not fit kv_lora_rank 0'),
+        (["", "--data.reset_attention_mask=true"], "data.reset_attention_mask = true: "),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(home: Path, settings: list[str], sentence: str) -> None:
+    kinds, *others = settings
+    given = [f"--model.overrides.kinds={kinds}"] if kinds else []
+    done = run(home, "train.py", *HYBRID, "--job.dry_run=true", *given, *others)
+    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,94 @@
+"""Mixers by name: with what the layers of a kind mix positions.
+
+A mixer says how its module is built, split over tensor ranks and made small for the verifier. The module is a layer's
+`attention`, and takes hidden states and a `Context`. A package adds mixers by entry points of the group
+``titan_like.mixers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from titan_like.models.decoder.config import DecoderConfig, LayerKind
+from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionCore, SelfAttention
+from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, LatentSizes, latent_scale
+from titan_like.models.layers.norms import make_norm
+
+
+class Mixer(BaseModel):
+    """Base class of mixers. Its fields are the ``options`` of a kind of layers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    supports_masks: ClassVar[bool] = False  # whether the module heeds the context's document mask
+
+    def build(self, config: DecoderConfig, kind: LayerKind) -> nn.Module:
+        """The module of one layer, on the current default device.
+
+        Under context parallelism only an `AttentionCore` in it may mix positions, or it has a method
+        ``shard_context(group)``. That is called once, and from then on the module gets this rank's shard of each
+        sequence. A part that multiplies each position by more than its matrices has ``products_per_position``.
+        """
+        raise NotImplementedError
+
+    def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
+        """The tensor-parallel plan: name below the module, or "" for the module itself → style."""
+        raise NotImplementedError
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """Options to change in a small copy of the model with sequences of ``seq_len``."""
+        return {}
+
+
+class SoftmaxMixer(Mixer):
+    """`SelfAttention`."""
+
+    supports_masks = True
+
+    def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
+        """As in the base class."""
+        return SelfAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_kv_heads,
+            bias=config.attention_bias != "none",
+            proj_bias=config.attention_bias == "all",
+            head_dim=config.head_dim,
+            scale=config.attention_scale or None,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
+            softcap=config.attention_softcap,
+            window=kind.window,
+            sinks=config.attention_sinks,
+        )
+
+    def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
+        """As in the base class."""
+        norms = {"none": [], "head": ["head_norm"], "all": ["split_norm"]}[config.qk_norm]
+        return ATTENTION_PLAN | {f"{part}_norm": style for style in norms for part in "qk"}
+
+
+class LatentMixer(Mixer):
+    """`LatentAttention`."""
+
+    supports_masks = True
+
+    def build(self, config: DecoderConfig, kind: LayerKind) -> LatentAttention:
+        """As in the base class."""
+        ranks, heads = (config.q_lora_rank, config.kv_lora_rank), config.num_attention_heads
+        sizes = LatentSizes(*ranks, config.nope_head_size, config.rope_head_size, config.value_head_size)
+        scale = config.attention_scale or latent_scale(config.head_size, kind.rope_scaling)
+        num_sinks = heads if config.attention_sinks else 0
+        core = AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
+        return LatentAttention(config.hidden_size, heads, sizes, core, bias=config.attention_bias == "all")
+
+    def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
+        """As in the base class."""
+        has_part = {"q_a": config.q_lora_rank, "q_norm": config.q_lora_rank}
+        return {name: style for name, style in LATENT_PLAN.items() if has_part.get(name, True)}
