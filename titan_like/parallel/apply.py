@@ -6,7 +6,7 @@ compilation, data parallelism, allocation of this process's part, initialisation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,14 +91,18 @@ def build_stages(
     device: torch.device,
     splits: Mapping[int, StageLayers],
     tuning: Tuning = DEFAULT_TUNING,
+    data_parallel: Callable[..., DataParallel] = DataParallel,
 ) -> tuple[list[Stage], DeviceMesh | None]:
-    """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own."""
+    """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own.
+
+    ``data_parallel`` is applied to each stage, with the arguments of `DataParallel`.
+    """
     layout = resolve_layout(config.parallelism, mesh.size())
     context = context_group(layout) if layout.context > 1 else None
     has_own_mesh = has_experts(model_config) and layout.splits_experts
     expert_mesh = build_expert_mesh(layout, mesh.device_type) if has_own_mesh else None
     stages = [
-        build_stage(config, model_config, mesh, device, index, split, context, expert_mesh, tuning)
+        build_stage(config, model_config, mesh, device, index, split, context, expert_mesh, tuning, data_parallel)
         for index, split in splits.items()
     ]
     return stages, expert_mesh
@@ -114,6 +118,7 @@ def build_stage(
     context: Group | None = None,
     expert_mesh: DeviceMesh | None = None,
     tuning: Tuning = DEFAULT_TUNING,
+    data_parallel: Callable[..., DataParallel] = DataParallel,
 ) -> Stage:
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
@@ -171,7 +176,7 @@ def build_stage(
     if allocates_whole:  # hooks and copies need parameters that are already allocated
         module.to_empty(device=device)
     reduce_dtype = getattr(torch, config.training.reduce_dtype)
-    data_parallel = DataParallel(module, mesh, expert_mesh, zero_stage, dtype, reduce_dtype, tuning)
+    sharded = data_parallel(module, mesh, expert_mesh, zero_stage, dtype, reduce_dtype, tuning)
     if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
     mark_stacks(module)
@@ -181,4 +186,4 @@ def build_stage(
         from titan_like.parallel.float8 import Float8Gathers
 
         Float8Gathers(module, mesh, dtype)
-    return Stage(index, module, data_parallel, weight_gradients)
+    return Stage(index, module, sharded, weight_gradients)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import gcd
-from typing import Any
-from unittest import mock
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,17 @@ from titan_like.data.batch import Batch
 from titan_like.models import parts
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import matrices_here
-from titan_like.parallel import apply as recipe
+from titan_like.parallel.apply import build_stages
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.data import groups_of, summed_in_full, units_of
 from titan_like.parallel.extend import extend
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import Stage
-from titan_like.parallel.schedules.tables import SCHEDULES
 from titan_like.parallel.split import StageLayers
 from titan_like.parallel.tensor import partial_parameters
 from titan_like.parallel.tuning import Tuning
-from titan_like.parallel.weight_gradients import Product
+from titan_like.parallel.weight_gradients import Product, defer_weight_gradients
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.levels import BACKWARD, FORWARD, WEIGHTS
 from titan_like.planner.trace.program import Parameter, Program, Segment
@@ -70,13 +69,9 @@ def run_trace(key: TraceKey) -> Program:
     layout = Layout(*degrees, sequence_parallel=key.sequence_parallel)
     mode, dtype = fake_tensor_mode(), getattr(torch, key.dtype)
     kinds = len(key.model.layer_counts)
-    every_schedule = SCHEDULES if key.splits_backward else ()
     with (
         fake_process_group(0, layout.num_processes),
         as_on_gpu(mode, dtype, key.expert_load) as recomputation,
-        mock.patch.object(recipe, "DataParallel", _WithoutDataParallel),
-        mock.patch.object(recipe, "shares_nothing", lambda *_: True),  # allocates whole parameters
-        mock.patch.object(recipe, "SPLIT_BACKWARD", every_schedule),
     ):
         splits = {0: StageLayers(range(kinds), True, not key.pipelined)}
         if key.pipelined:
@@ -84,8 +79,11 @@ def run_trace(key: TraceKey) -> Program:
         mesh = build_mesh(layout, "cpu")
         with parts.WithoutInit():
             config = _config(key, layout)
-            placement = mesh, torch.device("cpu"), splits, Tuning(layers_on_device=0)
-            stages, expert_mesh = recipe.build_stages(config, key.model, *placement)
+            tuning = Tuning(layers_on_device=0)
+            placement = mesh, torch.device("cpu"), splits, tuning, cast(Any, _WithoutDataParallel)
+            stages, expert_mesh = build_stages(config, key.model, *placement)
+        if key.splits_backward:
+            stages = [replace(stage, weight_gradients=defer_weight_gradients(stage.module)) for stage in stages]
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
         compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
         recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled, key.budget)
@@ -118,6 +116,7 @@ def _config(key: TraceKey, layout: Layout) -> JobConfig:
         "training.micro_batch_size": key.micro_batch_size,
         "training.global_batch_size": key.micro_batch_size * layout.data_parallel,
         "parallelism.context_parallel_method": key.context_method,
+        "parallelism.zero_stage": 0,  # each parameter is allocated whole
         "activation_checkpoint.mode": key.recompute,
         "activation_checkpoint.offload": key.offload,
         "lora.rank": key.lora.rank,
