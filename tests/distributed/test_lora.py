@@ -23,6 +23,7 @@ from titan_like.config import ConfigError
 from titan_like.evaluate.inference import load
 from titan_like.hugging_face.folder import read_model
 from titan_like.hugging_face.peft import base_of
+from titan_like.models.batch import Batch
 from titan_like.models.layers.experts import Router
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
@@ -147,7 +148,7 @@ def test_steps_are_those_of_a_plain_loop_and_go_to_peft_and_merged(tmp_path: Pat
     merged, loaded = exact_model(tmp_path / "merged"), load(tmp_path / "run", device="cpu")[0].double()
     with in_float64():
         expected = model.eval()(input_ids=tokens).logits
-        found = {"merged": merged(input_ids=tokens).logits, "loaded": loaded(tokens)[..., : expected.shape[-1]]}
+        found = {"merged": merged(input_ids=tokens).logits, "loaded": loaded(Batch(tokens))[..., : expected.shape[-1]]}
     for logits in found.values():  # of weights that were rounded to float32
         torch.testing.assert_close(logits, expected, rtol=0, atol=bound(256, torch.float32))
 

@@ -16,6 +16,7 @@ from tests.distributed.launch import collect
 from tests.float64 import bound
 from tests.losses import summed_loss
 from titan_like.config.schema import Model
+from titan_like.models.batch import Batch
 from titan_like.models.gpt import sharding
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.registry import build_model, model_config
@@ -54,10 +55,10 @@ def measure(rank: int) -> dict[str, Any]:
         whole = build(family, None)
         with torch.no_grad():
             # Logits are whole only where they are asked for.
-            logits = build(family, mesh, True).eval()(tokens)
+            logits = build(family, mesh, True).eval()(Batch(tokens))
             assert logits.to_local().shape[-1] == whole.config.padded_vocab_size // 2
             last = full_logits(logits, slice(-1, None))
-            torch.testing.assert_close(last, whole.eval()(tokens)[:, -1:])
+            torch.testing.assert_close(last, whole.eval()(Batch(tokens))[:, -1:])
     found["dropout"] = dropout_draws(mesh)
     found["torch's styles"] = largest_difference_with_torch_s_styles(mesh)
     for name, change in {

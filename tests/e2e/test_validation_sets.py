@@ -16,6 +16,7 @@ from tests.float64 import bound
 from titan_like.config import load_config
 from titan_like.data.tokenizer import ByteTokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_for_inference
+from titan_like.models.batch import Batch
 
 SEQ_LEN = 32
 TEXTS = {
@@ -65,7 +66,7 @@ def loss_of(folder: Path, texts: list[str]) -> float:
     number = (len(tokens) - 1) // SEQ_LEN
     inputs, labels = (tokens[at : at + number * SEQ_LEN].view(number, SEQ_LEN) for at in (0, 1))
     with torch.no_grad():
-        logits = model.double()(inputs)
+        logits = model.double()(Batch(inputs))
     return cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
 
 

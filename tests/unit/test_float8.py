@@ -15,6 +15,7 @@ from tests.float64 import bound
 from tests.reference.float8 import Float8Linear
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Float8, JobConfig, Model
+from titan_like.models.batch import Batch
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel import float8
@@ -100,7 +101,7 @@ def test_a_split_backward_pass_defers_the_same_product() -> None:
         use_float8(model, config().float8, emulates=True)
         deferred = defer_weight_gradients(model) if defers else None
         torch.manual_seed(0)
-        model.eval()(torch.arange(8)[None])[..., : shape.vocab_size].logsumexp(-1).sum().backward()
+        model.eval()(Batch(torch.arange(8)[None]))[..., : shape.vocab_size].logsumexp(-1).sum().backward()
         for product in deferred.take() if deferred is not None else ():
             product.add()
         gradients.append({name: p.grad for name, p in model.named_parameters()})

@@ -109,9 +109,9 @@ def softmax_without_maximum(original: Any, *args: Any) -> torch.Tensor:
 
 
 @bug(GPT, "embed")
-def positions_of_a_dimension_that_tokens_lack(original: Any, self: GPT, tokens: Any, positions: torch.Tensor) -> Any:
+def positions_of_a_dimension_that_tokens_lack(original: Any, self: GPT, batch: Any) -> Any:
     """The embedding of positions fails, on one process too."""
-    return original(self, tokens, positions[: tokens.shape[2]])
+    return original(self, batch._replace(positions=batch.positions[: batch.tokens.shape[2]]))
 
 
 @bug(apply, "split_layers")

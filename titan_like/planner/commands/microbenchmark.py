@@ -30,6 +30,7 @@ from titan_like.config.errors import require
 from titan_like.config.options import OptionParser, as_installed
 from titan_like.metrics.devices import Device, known_device
 from titan_like.metrics.hardware import peak_memory_bytes
+from titan_like.models.batch import Context
 from titan_like.models.registry import build_model, model_config
 from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.cost import Kernels, pass_times
@@ -264,7 +265,7 @@ def _operator_time(machine: Machine, dtype: str) -> float:
     x = torch.randn(1, 8, model.hidden_size, device=machine.device, dtype=getattr(torch, dtype))
 
     def run() -> None:
-        layer(x).sum().backward()
+        layer(x, Context()).sum().backward()
 
     timed = machine.timed(run, launch_only=True)
     return timed.seconds / timed.operators.launches
