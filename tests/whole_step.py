@@ -30,7 +30,7 @@ from titan_like.planner.trace.levels import Event
 from titan_like.planner.trace.program import Collective, Segment
 from titan_like.planner.trace.recorder import Recorder
 from titan_like.planner.trace.run import fake_process_group, microbatch
-from titan_like.planner.trace.stand_ins import as_on_gpu
+from titan_like.planner.trace.stand_ins import as_on_gpu, without_host_reads
 from titan_like.torch_private import fake_tensor_mode
 
 
@@ -59,6 +59,8 @@ def whole_step(
         mesh = build_mesh(layout, "cpu")
         with parts.WithoutInit():
             parallel_model = build_parallel_model(config, model, mesh, device)
+        for stage in parallel_model.stages:
+            without_host_reads(stage.module)
         length = sample_length(config, model).positions
         runner = run_batches(config, parallel_model, mesh, device, work.micro_batch_size, length)
         recorder = Recorder([Segment()])

@@ -89,8 +89,7 @@ class SplitExperts(Experts):
     @torch.compiler.disable  # the host waits, and sends other numbers of rows in every step
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """As in the base class; ``x`` are the rows of this rank's tokens, and ``offsets`` those of all experts."""
-        offsets_on_host, tensor = not self.gate.is_one_product(x.dtype), self.tensor_group
-        exchange = exchange_of(offsets, self.group, tensor, offsets_on_host, self.microbatches)
+        exchange, tensor = self.exchange(x, offsets), self.tensor_group
         inverse = inverse_of(exchange.order)
         rows = all_to_all_rows(x, exchange.input_splits, exchange.output_splits, self.group)
         if tensor is not None:
@@ -100,6 +99,11 @@ class SplitExperts(Experts):
         if tensor is not None:
             rows = reduce_scatter_rows(rows, exchange.gathered, tensor)
         return all_to_all_rows(rows, exchange.output_splits, exchange.input_splits, self.group)
+
+    def exchange(self, x: torch.Tensor, offsets: torch.Tensor) -> Exchange:
+        """What ranks send each other of ``x``, the rows of this rank's tokens."""
+        offsets_on_host = not self.gate.is_one_product(x.dtype)
+        return exchange_of(offsets, self.group, self.tensor_group, offsets_on_host, self.microbatches)
 
     def compute(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """What this rank's experts make of the rows that they got; as in the base class."""

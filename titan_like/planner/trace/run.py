@@ -36,7 +36,7 @@ from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.levels import BACKWARD, FORWARD, WEIGHTS
 from titan_like.planner.trace.program import Parameter, Program, Segment
 from titan_like.planner.trace.recorder import Recorder
-from titan_like.planner.trace.stand_ins import as_on_gpu
+from titan_like.planner.trace.stand_ins import as_on_gpu, without_host_reads
 from titan_like.torch_private import fake_store, fake_tensor_mode, local_tensor, tree_leaves
 
 _ENTRY, _INPUTS, _FIRST_LAYER = range(3)  # segments
@@ -71,7 +71,7 @@ def run_trace(key: TraceKey) -> Program:
     kinds = len(key.model.layer_counts)
     with (
         fake_process_group(0, layout.num_processes),
-        as_on_gpu(mode, dtype, key.expert_load) as recomputation,
+        as_on_gpu(mode, dtype) as recomputation,
     ):
         splits = {0: StageLayers(range(kinds), True, not key.pipelined)}
         if key.pipelined:
@@ -88,6 +88,8 @@ def run_trace(key: TraceKey) -> Program:
         compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
         recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled, key.budget)
         modules = [stage.module for stage in stages]
+        for module in modules:
+            without_host_reads(module, key.expert_load)
         for parameter in (parameter for module in modules for parameter in summed_in_full(module)):
             if not isinstance(parameter, DTensor):  # FSDP2 rounds a DTensor's sum
                 parameter.grad_dtype = torch.promote_types(dtype, torch.float32)

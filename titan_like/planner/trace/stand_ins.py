@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_like.models.layers import attention, cross_entropy
 from titan_like.parallel import activation_checkpoint, cp_attention, experts, offload, tensor_styles
-from titan_like.parallel.collectives import Group
+from titan_like.parallel.extend import extend
 from titan_like.torch_private import attention_by_elementary_operators, is_in_backward_pass
 
 
@@ -172,9 +172,12 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-def _without_seed(core: Any, *inputs: Any) -> torch.Tensor:
-    """`SplitHeads.forward` without a random stream of its own, whose seed the host would read."""
-    return super(tensor_styles.SplitHeads, core).forward(*inputs)
+class WithoutSeed(tensor_styles.SplitHeads):
+    """Attention of split heads without a random stream of its own, whose seed the host would read."""
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        """As in `AttentionCore`."""
+        return super(tensor_styles.SplitHeads, self).forward(*inputs)
 
 
 class Recomputation:
@@ -198,25 +201,29 @@ class Recomputation:
 
 
 class KnownLoads(experts.SplitExperts):
-    """Stands in for `SplitExperts`: this rank gets ``load`` times as many rows as it sends, from all ranks alike."""
+    """Experts whose rank gets ``load`` times as many rows as it sends, from all ranks alike."""
 
-    load = 1.0
+    load: float
 
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def exchange(self, x: torch.Tensor, offsets: torch.Tensor) -> experts.Exchange:
         """As in the base class."""
+        size, tensor = self.group.size, self.tensor_group
+        counts = offsets.diff(prepend=offsets.new_zeros(1)).view(size, -1)
+        arriving = experts.all_to_all(counts, self.group)
+        gathered = arriving[None] if tensor is None else experts.all_gather(arriving[None], 0, tensor)
+        sent, received = ([int(load * len(x)) // size] * size for load in (1, self.load))
+        of_tensor_ranks = [sum(received)] * len(gathered)
+        order = offsets.new_empty(sum(of_tensor_ranks), dtype=torch.int64)
+        return experts.Exchange(sent, received, of_tensor_ranks, order, gathered.sum((0, 1)).to(torch.int32))
 
-        def exchange_of(ends: torch.Tensor, group: Group, tensor: Group | None, *_: Any) -> experts.Exchange:
-            counts = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
-            arriving = experts.all_to_all(counts, group)
-            gathered = arriving[None] if tensor is None else experts.all_gather(arriving[None], 0, tensor)
-            sent, received = ([int(load * len(x)) // group.size] * group.size for load in (1, self.load))
-            of_tensor_ranks = [sum(received)] * len(gathered)
-            order = ends.new_empty(sum(of_tensor_ranks), dtype=torch.int64)
-            local_ends = gathered.sum((0, 1)).to(torch.int32)
-            return experts.Exchange(sent, received, of_tensor_ranks, order, local_ends)
 
-        with mock.patch.object(experts, "exchange_of", exchange_of):
-            return super().forward(x, ends)
+def without_host_reads(model: nn.Module, expert_load: float = 1.0) -> None:
+    """Let a model compute without numbers that fake tensors lack. ``expert_load`` as in `Workload`."""
+    for module in model.modules():
+        if isinstance(module, experts.SplitExperts):
+            extend(module, KnownLoads, load=expert_load)
+        if isinstance(module, tensor_styles.SplitHeads):
+            extend(module, WithoutSeed)
 
 
 def _empty_on(mode: Any, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
@@ -246,20 +253,14 @@ def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def as_on_gpu(mode: Any, dtype: torch.dtype | None = None, expert_load: float = 1.0) -> Iterator[Recomputation]:
-    """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own.
-
-    ``expert_load`` as in `Workload`.
-    """
+def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[Recomputation]:
+    """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own."""
     recomputation = Recomputation()
     with suppress(RuntimeError):  # registered already
         torch.library.register_fake("c10d::allreduce_coalesced_", _merged_all_reduce)
     replacements: list[tuple[Any, str, Any]] = [
         (activation_checkpoint, "checkpoint", recomputation.checkpoint),
         (nn.Module, "to_empty", _empty_on(mode, dtype)),
-        (experts, "SplitExperts", KnownLoads),
-        (KnownLoads, "load", expert_load),
-        (tensor_styles.SplitHeads, "forward", _without_seed),
         (cp_attention, "_attention", _SliceAttention.apply),
         (cp_attention, "_attend", _attend_to_block),
         (cp_attention, "_gradients", _gradients_of_block),
