@@ -286,7 +286,7 @@ def test_models_that_came_from_no_folder_load_in_transformers(
     with in_float64():
         theirs, tokens = exact_model(tmp_path / "hf"), torch.arange(SEQ)[None]
         assert type(theirs).__name__ == f"{name}ForCausalLM"
-        assert close(model.double().eval()(tokens)[..., :VOCAB], theirs(tokens).logits)
+        assert close(model.double().eval()(Batch(tokens))[..., :VOCAB], theirs(tokens).logits)
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **fields: object) -> None:

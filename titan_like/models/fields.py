@@ -67,13 +67,13 @@ def count(ours: str, theirs: str, default: int) -> Field:
 
 def nullable(ours: str, theirs: str, default: float | None) -> Field:
     """A number that is null where ours is 0. A number of type int may be 0 as well."""
-
-    def parse(fields: Fields, name: str) -> float:
-        if isinstance(default, int):
-            return fields.count(name, default)
-        return 0.0 if fields.get(name, default) is None else fields.positive(name, default)
-
-    return converted(ours, (theirs,), parse, lambda value: value or None)
+    read: Any = Fields.count if isinstance(default, int) else Fields.positive
+    return converted(
+        ours,
+        (theirs,),
+        lambda fields, name: 0 if fields.get(name, default) is None else read(fields, name, default),
+        lambda value: value or None,
+    )
 
 
 def choice(ours: str, theirs: str, default: Any, values: Mapping[Any, str]) -> Field:
@@ -98,11 +98,15 @@ def fixed(theirs: str, *allowed: Any, is_written: bool = True) -> Field:
 
 
 def dropouts(default: float, *names: str) -> Field:
-    """Rates of dropout, of which there is one here."""
-    return Field(
-        lambda fields, shape: {"dropout": fields.dropout(names, default)},
-        lambda config: dict.fromkeys(names, config.dropout),
-    )
+    """Rates of dropout, of which there is one here, the first. If the others are not equal to it, a note says so."""
+
+    def read(fields: Fields, shape: Values) -> Values:
+        rates = {name: fields.number(name, default) for name in names}
+        if unequal := [f"{name} = {rate}" for name, rate in rates.items() if rate != rates[names[0]]]:
+            fields.notes.append(f"{', '.join(unequal)} (the models here have one dropout rate, {names[0]})")
+        return {"dropout": rates[names[0]]}
+
+    return Field(read, lambda config: dict.fromkeys(names, config.dropout))
 
 
 def read_fields(

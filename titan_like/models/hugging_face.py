@@ -7,7 +7,7 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -330,13 +330,6 @@ class Fields:
         if value <= 0:
             self.refuse(field, "which must be a positive number")
         return value
-
-    def dropout(self, names: Sequence[str], default: float) -> float:
-        """Read the first of several dropout rates. If the others are not equal to it, a note says so."""
-        rates = {name: self.number(name, default) for name in names}
-        if unequal := [f"{name} = {rate}" for name, rate in rates.items() if rate != rates[names[0]]]:
-            self.notes.append(f"{', '.join(unequal)} (the models here have one dropout rate, {names[0]})")
-        return rates[names[0]]
 
     def flag(self, field: str, default: bool) -> bool:
         """Read a boolean. Here null is refused."""

@@ -26,7 +26,7 @@ from titan_like.models.fields import Field, choice, count, fixed, nullable, reci
 
 # Ours → Llama's, or those of the only class that has such tensors. Names in layers begin with the layer's.
 # fmt: off
-_NAMES = {
+NAMES = {
     "embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "output": "lm_head",
     "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
     "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
@@ -95,38 +95,27 @@ class Class:
             Field(self.layers.read, self.layers.write),
         )
 
-    @cached_property
-    def all_names(self) -> dict[str, str]:
-        """Every name of a module or tensor: ours → theirs."""
-        return _NAMES | dict(self.names)
-
-    def has(self, name: str) -> bool:
-        """Whether the field of ours with this name is one of the class's."""
-        return any(field.ours == name for field in self.all_fields)
-
 
 _HEAD, _BIAS = head_size(), bias()
 _MLP_BIAS = renamed("mlp_bias", "mlp_bias", False)
 _QK_HEAD, _QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 _GATE_UP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
+# fmt: off
 _GEMMA: dict[str, Any] = {
-    "activation": activation("hidden_activation", "gelu_pytorch_tanh"),
+    "activation": activation("hidden_activation", "gelu_pytorch_tanh"), "tied": True,
     "fixed": (fixed("use_bidirectional_attention", False, None, is_written=False),),
     "ignored": frozenset({"hidden_act", "sliding_window_size", "_sliding_window_pattern"}),
-    "tied": True,
     "names": {"mlp_norm": "pre_feedforward_layernorm"},
 }
 _GEMMA_ALWAYS = {"block": "sandwich", "norm_offset": True}
 _GEMMA_FIELDS = (
-    head_size(256),
-    _BIAS,
+    head_size(256), _BIAS,
     Field(
         lambda fields, shape: {"attention_scale": fields.positive("query_pre_attn_scalar", 256) ** -0.5},
         lambda config: {"query_pre_attn_scalar": round(score_scale(config) ** -2)},
     ),
     Field(lambda fields, shape: {"embedding_scale": shape["hidden_size"] ** 0.5, "round_embedding_scale": True}),
 )
-# fmt: off
 CLASSES = (
     Class(
         "LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048), fields=(_MLP_BIAS, _HEAD, _BIAS),
@@ -293,19 +282,14 @@ CLASSES = (
         "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, 128, 4096),
         {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0},  # biases stay as they are
         (
-            renamed("kv_lora_rank", "kv_lora_rank", 512),
-            renamed("nope_head_size", "qk_nope_head_dim", 128),
-            renamed("rope_head_size", "qk_rope_head_dim", 64),
-            renamed("value_head_size", "v_head_dim", 128),
+            renamed("kv_lora_rank", "kv_lora_rank", 512), renamed("nope_head_size", "qk_nope_head_dim", 128),
+            renamed("rope_head_size", "qk_rope_head_dim", 64), renamed("value_head_size", "v_head_dim", 128),
             renamed("routed_scaling", "routed_scaling_factor", 2.5),
-            renamed("router_groups", "n_group", 8),
-            renamed("router_top_groups", "topk_group", 4),
-            head_size(None), _BIAS,
-            nullable("q_lora_rank", "q_lora_rank", 1536),
+            renamed("router_groups", "n_group", 8), renamed("router_top_groups", "topk_group", 4),
+            head_size(None), _BIAS, nullable("q_lora_rank", "q_lora_rank", 1536),
             count("mtp_layers", "num_nextn_predict_layers", 0),
             *experts("n_routed_experts", 256, 8, "moe_intermediate_size", 2048),
-            renamed("renormalize", "norm_topk_prob", True),
-            count("num_dense_layers", "first_k_dense_replace", 3),
+            renamed("renormalize", "norm_topk_prob", True), count("num_dense_layers", "first_k_dense_replace", 3),
             count("num_shared_experts", "n_shared_experts", 1),
         ),
         fixed=(  # of which DeepSeek's own code reads the first three, and transformers the last

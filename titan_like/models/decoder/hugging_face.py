@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from titan_like.models.decoder.classes import CLASSES, Class
+from titan_like.models.decoder.classes import CLASSES, NAMES, Class
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.decoder.fields import score_scale
 from titan_like.models.decoder.tensors import stored_parameters
@@ -67,11 +67,6 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
     return shape
 
 
-def to_fields(config: DecoderConfig, row: Class) -> dict[str, Any]:
-    """The shape as fields of config.json, under names that every version of transformers knows."""
-    return {"model_type": row.model_types[0]} | write_fields(config, row.all_fields)
-
-
 def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
     """The class to map a shape to, of those that have it: that of ``model_type`` first.
 
@@ -92,11 +87,12 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
 
 def _lacks(config: DecoderConfig, row: Class) -> list[str]:
     """The names of the fields that models of a class have with other values."""
+    has = {field.ours for field in row.all_fields}
     for name in ("kv_lora_rank", "num_experts"):
-        if (getattr(config, name) > 0) != row.has(name):
+        if (getattr(config, name) > 0) != (name in has):
             return [name] * 9
     try:
-        read_back = from_fields(Fields(to_fields(config, row)))
+        read_back = from_fields(Fields(ClassOf(row).to_fields(config)))
     except RefusedError:
         return ["layer_pattern"] * 9
     ours, theirs = _compared(config), _compared(read_back)
@@ -119,16 +115,16 @@ class ClassOf:
     """One of the classes: what `titan_like.models.hugging_face.family_of` returns, with the names of such a module."""
 
     def __init__(self, row: Class) -> None:
-        self.row, (first, *rest) = row, row.model_types
+        self.row, (first, *rest), names = row, row.model_types, NAMES | dict(row.names)
         self.ARCHITECTURES = {first: row.name} | dict.fromkeys(rest, row.outer or row.name)
-        self.PREFIX = row.all_names["layers"].partition(".")[0] + "."
-        self.HEAD = row.all_names["output"] + "."
+        self.PREFIX = names["layers"].partition(".")[0] + "."
+        self.HEAD = names["output"] + "."
         self.RENAMED = row.renamed
         self.IGNORED = ("model.vision_tower.", "model.multi_modal_projector.") if row.outer else ()
 
     def to_fields(self, config: DecoderConfig) -> dict[str, Any]:
-        """The shape as fields of config.json."""
-        return to_fields(config, self.row)
+        """The shape as fields of config.json, under names that every version of transformers knows."""
+        return {"model_type": self.row.model_types[0]} | write_fields(config, self.row.all_fields)
 
     def stored_parameters(self, config: DecoderConfig) -> Iterator[Stored]:
         """Where each parameter of the model is stored."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titan_like.models.decoder.classes import CLASSES, Class
+from titan_like.models.decoder.classes import CLASSES, NAMES, Class
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Stored, fused, linear, whole
 
@@ -15,7 +15,7 @@ _MATRICES = ("gate", "up", "down")
 
 def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterator[Stored]:
     """Where each parameter of the model is stored. Names and shapes of parameters are the same in all classes."""
-    names = row.all_names
+    names = NAMES | dict(row.names)
     table, head = (config.padded_vocab_size, config.hidden_size), f"{names['output']}.weight"
     numbers = range(config.num_layers, config.num_layers + config.mtp_layers)  # which have copies of both tables
     of_table, of_head = (
