@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from annotated_types import Gt, Le
+from pydantic import BaseModel
 
-from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import Fields, RefusedError
 
 Values = dict[str, Any]
@@ -110,7 +110,7 @@ def dropouts(default: float, *names: str) -> Field:
 
 
 def read_fields(
-    kind: type[TransformerConfig], items: Iterable[Field], fields: Fields, shape: Mapping[str, Any] | None = None
+    kind: type[BaseModel], items: Iterable[Field], fields: Fields, shape: Mapping[str, Any] | None = None
 ) -> Values:
     """Our fields of a config.json, added to those of ``shape``. A `RefusedError` names a field that is at fault."""
     values = dict(shape or {})
@@ -126,7 +126,7 @@ def read_fields(
     return values
 
 
-def write_fields(config: TransformerConfig, items: Iterable[Field], equal_heads: str = "") -> Values:
+def write_fields(config: Any, items: Iterable[Field], equal_heads: str = "") -> Values:
     """The fields of config.json.
 
     Raises:

@@ -8,11 +8,37 @@ from typing import Any
 
 from titan_like.models.config import RopeScaling
 from titan_like.models.decoder.config import LayerKind
+from titan_like.models.fields import Field, converted, nullable, read_fields, renamed, write_fields
 from titan_like.models.hugging_face import Fields
 
 _ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 _TABLES = ("rope_scaling", "rope_parameters")
-_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def _numbers(table: Fields, field: str) -> list[float]:
+    values = table.get(field)
+    if not isinstance(values, list) or not all(type(value) in (int, float) and value > 0 for value in values):
+        table.refuse(field, "which must be a list of positive numbers")
+    return [float(value) for value in values]
+
+
+_ATTENTION_FACTOR = nullable("attention_factor", "attention_factor", None)
+_SCALINGS: dict[str, tuple[Field, ...]] = {  # what each type has besides factor and original length
+    "linear": (),
+    "llama3": tuple(renamed(name, name, float) for name in ("low_freq_factor", "high_freq_factor")),
+    "yarn": (
+        renamed("beta_fast", "beta_fast", 32.0),
+        renamed("beta_slow", "beta_slow", 1.0),
+        _ATTENTION_FACTOR,
+        renamed("mscale", "mscale", 0.0),
+        renamed("mscale_all_dim", "mscale_all_dim", 0.0),
+        renamed("truncate", "truncate", True),
+    ),
+    "longrope": (
+        _ATTENTION_FACTOR,
+        *(converted(f"{part}_factors", (f"{part}_factor",), _numbers) for part in ("short", "long")),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +113,7 @@ class Rope:
 
     def _read_scaling(self, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
         kind = "rope_type" if "rope_type" in table.values else "type"
-        table.must_be(kind, *(("default", "longrope", "su", "yarn") if self.is_longrope else _TYPES))
+        table.must_be(kind, *(("default", "longrope", "su", "yarn") if self.is_longrope else ("default", *_SCALINGS)))
         table.get("type")
         name = table.get(kind, "default")
         if name == "default":
@@ -101,31 +127,14 @@ class Rope:
             original = fields.integer(_ORIGINAL, 4096)
         values: dict[str, Any] = {"type": name, "original_max_seq_len": original}
         values["factor"] = table.number("factor", None if name == "llama3" else max_seq_len / original)
-        if name == "llama3":
-            return values | {field: table.number(field) for field in ("low_freq_factor", "high_freq_factor")}
-        is_given = table.get("attention_factor") is not None
-        values["attention_factor"] = table.positive("attention_factor") if is_given else 0.0
-        if name == "longrope":
-            return values | {f"{part}_factors": _numbers(table, f"{part}_factor") for part in ("short", "long")}
-        values |= {"beta_fast": table.number("beta_fast", 32.0), "beta_slow": table.number("beta_slow", 1.0)}
-        values |= {field: table.number(field, 0.0) for field in ("mscale", "mscale_all_dim")}
-        return values | {"truncate": table.flag("truncate", True)}
-
-
-def _numbers(table: Fields, field: str) -> list[float]:
-    values = table.get(field)
-    if not isinstance(values, list) or not all(type(value) in (int, float) and value > 0 for value in values):
-        table.refuse(field, "which must be a list of positive numbers")
-    return [float(value) for value in values]
+        return read_fields(RopeScaling, _SCALINGS[name], table, values)
 
 
 def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    table = scaling.model_dump(exclude_defaults=True) | {"truncate": scaling.truncate}
-    table = {name.replace("_factors", "_factor"): value for name, value in table.items()}
-    table |= {"rope_type": scaling.type, _ORIGINAL: table.pop("original_max_seq_len", None)}
-    table.pop("type", None)
-    unused = {_ORIGINAL} if scaling.type == "linear" else set()
-    unused |= {"truncate"} if scaling.type != "yarn" else set()
-    return {name: value for name, value in table.items() if name not in unused}
+    # Defaults are left out, except that of truncate, which is another in some versions.
+    defaults = {name: field.default for name, field in RopeScaling.model_fields.items() if name != "truncate"}
+    items = [item for item in _SCALINGS[scaling.type] if getattr(scaling, item.ours) != defaults.get(item.ours)]
+    table = {"factor": scaling.factor} | write_fields(scaling, items) | {"rope_type": scaling.type}
+    return table | ({} if scaling.type == "linear" else {_ORIGINAL: scaling.original_max_seq_len})
