@@ -48,6 +48,7 @@ NAMES = {
     "mtp.enorm": "enorm", "mtp.hnorm": "hnorm", "mtp.eh_proj": "eh_proj",
 }
 # fmt: on
+_MLP_BIAS, _HEAD, _BIAS = renamed("mlp_bias", "mlp_bias", False), head_size(), bias()
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Class:
     # num_key_value_heads (0: as many; None: without that field) and max_position_embeddings.
     sizes: tuple[int, int, int, int, int, int | None, int]
     always: Mapping[str, Any] = field(default_factory=dict)  # our fields that all its models have
-    fields: tuple[Field, ...] = ()  # besides those that follow
+    fields: tuple[Field, ...] = (_MLP_BIAS, _HEAD, _BIAS)  # besides those that follow
     fixed: tuple[Field, ...] = ()  # with the only values that can be read
     activation: Field = activation("hidden_act", "silu")  # noqa: RUF009
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
@@ -96,8 +97,6 @@ class Class:
         )
 
 
-_HEAD, _BIAS = head_size(), bias()
-_MLP_BIAS = renamed("mlp_bias", "mlp_bias", False)
 _QK_HEAD, _QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 _GATE_UP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 # fmt: off
@@ -117,9 +116,7 @@ _GEMMA_FIELDS = (
     Field(lambda fields, shape: {"embedding_scale": shape["hidden_size"] ** 0.5, "round_embedding_scale": True}),
 )
 CLASSES = (
-    Class(
-        "LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048), fields=(_MLP_BIAS, _HEAD, _BIAS),
-    ),
+    Class("LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048)),
     Class(
         "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), fields=(_HEAD,),
         layers=Layers("all", 4096),
@@ -142,9 +139,9 @@ CLASSES = (
         names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
     ),
     Class(
-        "SmolLM3ForCausalLM", ("smollm3",), (128256, 2048, 11008, 36, 16, 4, 32768), fields=(_MLP_BIAS, _HEAD, _BIAS),
+        "SmolLM3ForCausalLM", ("smollm3",), (128256, 2048, 11008, 36, 16, 4, 32768), tied=True,
         fixed=(fixed("use_sliding_window", False),), ignored=frozenset({"max_window_layers", "sliding_window"}),
-        tied=True, layers=Layers("unrotated", rope=Rope(("rope_theta", 2e6))),
+        layers=Layers("unrotated", rope=Rope(("rope_theta", 2e6))),
     ),
     Class(
         "GraniteForCausalLM", ("granite",), (32000, 4096, 11008, 32, 32, 0, 2048),
@@ -176,12 +173,11 @@ CLASSES = (
             "types", 4096, period=6, period_field="sliding_window_pattern",
             rope=Rope(("rope_theta", 1e6), local_theta=("rope_local_base_freq", 10_000.0)),
         ),
-        outer="Gemma3ForConditionalGeneration",
+        outer="Gemma3ForConditionalGeneration", **_GEMMA,
         renamed={
             "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.",
         },
-        **_GEMMA,
     ),
     Class(
         "Phi3ForCausalLM", ("phi3",), (32064, 3072, 8192, 32, 32, 0, 4096), fields=(_HEAD,),
@@ -213,7 +209,7 @@ CLASSES = (
     ),
     Class(
         "NemotronForCausalLM", ("nemotron",), (256000, 6144, 24576, 32, 48, 0, 4096),
-        {"norm": "layer", "norm_offset": True, "gated": False}, (_MLP_BIAS, _HEAD, _BIAS),
+        {"norm": "layer", "norm_offset": True, "gated": False},
         activation=activation("hidden_act", "relu2"), eps=("norm_eps", 1e-5), init_std=0.0134,
         layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.5))),
     ),
@@ -258,9 +254,7 @@ CLASSES = (
             "expert_bias": True,
         },
         (head_size(64), *experts("num_local_experts", 128, 4, "intermediate_size", 2880), auxiliary_loss()),
-        fixed=(
-            fixed("attention_bias", True), fixed("swiglu_limit", 7.0, 7), fixed("swiglu_alpha", 1.702),
-        ),
+        fixed=(fixed("attention_bias", True), fixed("swiglu_limit", 7.0, 7), fixed("swiglu_alpha", 1.702)),
         activation=Field(), ignored=frozenset({"experts_per_token", "initial_context_length", "hidden_act"}),
         eps=("rms_norm_eps", 1e-5),
         layers=Layers(

@@ -77,7 +77,7 @@ def _read_dense(fields: Fields, shape: Values) -> Values:
     return {"num_dense_layers": len(layers)}
 
 
-# A list of the first layers, without experts.
+# The first layers, without experts, as a list of their numbers.
 DENSE_LAYERS = Field(
     _read_dense, lambda config: {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.num_dense_layers))}
 )
@@ -112,8 +112,9 @@ def auxiliary_loss(default: float = 0.001, dense_layers: Field | None = None) ->
 class Layers:
     """Which layers have a window or do not rotate, and the rotary positions.
 
-    A window have: none; all; those of layer_types or else all but every n-th, n = period, or all if period is 0; those
-    after max_window_layers if use_sliding_window. Or every n-th does not rotate.
+    "types": layer_types names the layers with a window, by default all but every n-th (n = period; 0: all).
+    "switched": use_sliding_window gives one to the layers of layer_types, by default those after max_window_layers.
+    "unrotated": every n-th layer does not rotate.
     """
 
     pattern: Literal["none", "all", "types", "switched", "unrotated"] = "none"
@@ -130,11 +131,8 @@ class Layers:
         model = full | {"rotary_fraction": fraction}
         if set(layers) == {FULL}:
             return model
-        every = {
-            FULL: full,
-            _SLIDING: sliding | {"window": window},
-            _UNROTATED: {"rope_theta": 0.0, "rope_scaling": None},
-        }
+        unrotated = {"rope_theta": 0.0, "rope_scaling": None}
+        every = {FULL: full, _SLIDING: sliding | {"window": window}, _UNROTATED: unrotated}
         length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
         kinds = {name: every[name] for name in dict.fromkeys(layers)}
         # Kinds without scaling would take the model's.
@@ -146,7 +144,8 @@ class Layers:
         layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
         window = next((kind.window for kind in layers if kind.window), None)
         if self.pattern in ("all", "types", "switched"):
-            fields["sliding_window"] = window or (self.window if self.pattern == "types" else None)  # a number needed
+            needed = self.window if self.pattern == "types" else None  # the class's code needs a number
+            fields["sliding_window"] = window or needed
         if self.pattern == "switched":
             fields |= {"use_sliding_window": window is not None, "max_window_layers": config.num_layers}
         if self.pattern == "types" or (self.pattern == "switched" and window):
@@ -175,9 +174,8 @@ class Layers:
             layers = [FULL if full else _SLIDING for full in is_full]
         if self.pattern not in ("none", "all") and (types := fields.get("layer_types")) is not None:
             if not isinstance(types, list) or len(types) != count or any(name not in _LAYER_TYPES for name in types):
-                fields.refuse(
-                    "layer_types", f"which must say {' or '.join(_LAYER_TYPES)} of each of the {count} layers"
-                )
+                allowed = " or ".join(_LAYER_TYPES)
+                fields.refuse("layer_types", f"which must say {allowed} of each of the {count} layers")
             layers = [_LAYER_TYPES[name] for name in types]
         if _SLIDING in layers and window is None:
             fields.refuse("sliding_window", "but some layers have a window; say how many tokens they see")
