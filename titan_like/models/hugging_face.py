@@ -7,14 +7,13 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from annotated_types import Le
 from pydantic import ValidationError
 
 from titan_like.config.entry_points import names_of
@@ -275,12 +274,12 @@ class Fields:
         self.values = values
         self.notes: list[str] = []  # what a user should know about fields that are not read
         self._place = place  # for messages: the table's path in the file, with a final dot
-        self._read: set[str] = set()
+        self.names_read: set[str] = set()
         self._tables: list[Fields] = []
 
     def get(self, field: str, default: Any = None) -> Any:
         """A value of any type."""
-        self._read.add(field)
+        self.names_read.add(field)
         return self.values.get(field, default)
 
     def unread(self, meaningless: Collection[str]) -> list[str]:
@@ -289,7 +288,7 @@ class Fields:
             table.shown(field)
             for table in (self, *self._tables)
             for field, value in table.values.items()
-            if field not in {*table._read, *meaningless} and value is not None and value is not False
+            if field not in {*table.names_read, *meaningless} and value is not None and value is not False
         ]
 
     def shown(self, field: str) -> str:
@@ -312,6 +311,11 @@ class Fields:
             self.refuse(field, "which must be a positive whole number")
         return value
 
+    def count(self, field: str, default: int | None = None) -> int:
+        """Read a whole number. 0 and null are 0."""
+        value = self.get(field, default)
+        return 0 if value is None or (type(value) is int and value == 0) else self.integer(field, default)
+
     def number(self, field: str, default: float | None = None) -> float:
         """Read a finite number."""
         value = self.get(field)
@@ -326,13 +330,6 @@ class Fields:
         if value <= 0:
             self.refuse(field, "which must be a positive number")
         return value
-
-    def dropout(self, names: Sequence[str], default: float) -> float:
-        """Read the first of several dropout rates. If the others are not equal to it, a note says so."""
-        rates = {name: self.number(name, default) for name in names}
-        if unequal := [f"{name} = {rate}" for name, rate in rates.items() if rate != rates[names[0]]]:
-            self.notes.append(f"{', '.join(unequal)} (the models here have one dropout rate, {names[0]})")
-        return rates[names[0]]
 
     def flag(self, field: str, default: bool) -> bool:
         """Read a boolean. Here null is refused."""
@@ -357,39 +354,6 @@ class Fields:
         if not any(type(value) is type(choice) and value == choice for choice in allowed):
             wanted = " or ".join(dict.fromkeys(map(json.dumps, allowed)))
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
-
-
-FieldNames = Sequence[tuple[str, str, Any] | tuple[str, str, Any, str]]
-"""Our field, that of config.json, the value of a file without it (None: it must be there), and an alias to prefer."""
-
-
-def read_fields(kind: type[TransformerConfig], names: FieldNames, fields: Fields) -> dict[str, Any]:
-    """The fields of ``names`` that a config.json has, under our names and checked as the types that they have here."""
-    readers: dict[Any, Callable[..., Any]] = {int: fields.integer, float: fields.number, bool: fields.flag}
-    read: dict[str, Any] = {}
-    for ours, theirs, default, *aliases in names:
-        option, name = kind.model_fields[ours], next((alias for alias in aliases if alias in fields.values), theirs)
-        read[ours] = readers[option.annotation](name, default)
-        if name != theirs and theirs in fields.values:
-            fields.must_be(theirs, read[ours])
-        for rule in option.metadata:  # checked here, because lists may be as long as the number of layers
-            if isinstance(rule, Le) and read[ours] > rule.le:
-                fields.refuse(name, f"which must be at most {rule.le}")
-    return read
-
-
-def written_fields(config: TransformerConfig, names: FieldNames, architecture: str) -> dict[str, Any]:
-    """The fields of ``names`` for config.json.
-
-    Raises:
-        RefusedError: the model has grouped-query attention, of which ``names`` knows nothing.
-    """
-    if config.num_kv_heads != config.num_attention_heads and all(ours != "num_kv_heads" for ours, *_ in names):
-        raise RefusedError(
-            f"the model has {config.num_kv_heads} key and value heads for {config.num_attention_heads} query heads, "
-            f"but {architecture} has one for each"
-        )
-    return {theirs: getattr(config, ours) for ours, theirs, *_ in names}
 
 
 def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:

@@ -11,17 +11,8 @@ from typing import Any
 
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.models.hugging_face import (
-    Fields,
-    RefusedError,
-    Stored,
-    fused,
-    linear,
-    read_fields,
-    validated,
-    whole,
-    written_fields,
-)
+from titan_like.models.fields import Field, Values, choice, dropouts, fixed, read_fields, renamed, write_fields
+from titan_like.models.hugging_face import Fields, RefusedError, Stored, fused, linear, validated, whole
 
 MODEL_TYPE = "bert"
 ARCHITECTURE = "BertForMaskedLM"
@@ -30,19 +21,38 @@ PREFIX = "bert."
 HEAD = ("cls.", "classifier.")
 IGNORED = ("bert.pooler.", "cls.seq_relationship.")  # of the head for pairs of sentences, if the shape has none
 _HEADS = {"none": "ForMaskedLM", "pair": "ForPreTraining", "choice": "ForMultipleChoice"}
-_PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}
 _TABLE = "bert.embeddings.word_embeddings.weight"
-_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_FIELDS = (  # ours, theirs, default (None: config.json must have the field)
-    ("num_layers", "num_hidden_layers", None),
-    ("hidden_size", "hidden_size", None),
-    ("num_attention_heads", "num_attention_heads", None),
-    ("ffn_hidden_size", "intermediate_size", None),
-    ("vocab_size", "vocab_size", None),
-    ("max_seq_len", "max_position_embeddings", 512),
-    ("num_token_types", "type_vocab_size", 2),
-    ("norm_eps", "layer_norm_eps", 1e-12),
-    ("init_std", "initializer_range", 0.02),
+
+
+def _read_tied(fields: Fields, shape: Values) -> Values:
+    if shape["sentence_head"] != "choice":  # which has no output matrix
+        fields.must_be("tie_word_embeddings", True)
+    return {}
+
+
+def _write_tied(config: BertConfig) -> Values:
+    if not config.tied_embeddings and config.sentence_head != "choice":
+        raise RefusedError(f"the model has tied_embeddings = false, but {ARCHITECTURE} can only be read tied")
+    return {"tie_word_embeddings": config.tied_embeddings}
+
+
+_FIELDS = (
+    choice("norm_placement", "model_type", MODEL_TYPE, {MODEL_TYPE: "post", "megatron-bert": "pre"}),
+    fixed("hidden_act", "gelu"),
+    Field(_read_tied, _write_tied),
+    fixed("position_embedding_type", "absolute", is_written=False),
+    fixed("is_decoder", False, is_written=False),
+    fixed("add_cross_attention", False, is_written=False),
+    renamed("num_layers", "num_hidden_layers", int),
+    renamed("hidden_size", "hidden_size", int),
+    renamed("num_attention_heads", "num_attention_heads", int),
+    renamed("ffn_hidden_size", "intermediate_size", int),
+    renamed("vocab_size", "vocab_size", int),
+    renamed("max_seq_len", "max_position_embeddings", 512),
+    renamed("num_token_types", "type_vocab_size", 2),
+    renamed("norm_eps", "layer_norm_eps", 1e-12),
+    renamed("init_std", "initializer_range", 0.02),
+    dropouts(0.1, "hidden_dropout_prob", "attention_probs_dropout_prob"),
 )
 
 
@@ -94,30 +104,12 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
 
 def to_fields(config: BertConfig) -> dict[str, Any]:
     """Fields of config.json, or a `RefusedError` for an output matrix of its own, which BERT lacks."""
-    if not config.tied_embeddings and config.sentence_head != "choice":
-        raise RefusedError(f"the model has tied_embeddings = false, but {ARCHITECTURE} can only be read tied")
-    return {
-        "model_type": next(kind for kind, placement in _PLACEMENTS.items() if placement == config.norm_placement),
-        "hidden_act": "gelu",
-        "tie_word_embeddings": config.tied_embeddings,
-        **written_fields(config, _FIELDS, ARCHITECTURE),
-        **dict.fromkeys(_DROPOUTS, config.dropout),
-    }
+    return write_fields(config, _FIELDS, ARCHITECTURE)
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
-    fields.must_be("hidden_act", "gelu")
-    fields.must_be("position_embedding_type", "absolute")
-    fields.must_be("is_decoder", False)
-    fields.must_be("add_cross_attention", False)
     classes = fields.values.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
     head = next((head for head, ending in _HEADS.items() if name.endswith(ending)), "none")
-    if head != "choice":  # which has no output matrix
-        fields.must_be("tie_word_embeddings", True)
-    shape = read_fields(BertConfig, _FIELDS, fields)
-    shape["dropout"] = fields.dropout(_DROPOUTS, 0.1)
-    return validated(
-        BertConfig, {"norm_placement": _PLACEMENTS[fields.values["model_type"]], "sentence_head": head, **shape}
-    )
+    return validated(BertConfig, read_fields(BertConfig, _FIELDS, fields, {"sentence_head": head}))

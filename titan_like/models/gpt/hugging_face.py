@@ -6,32 +6,29 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_like.models.config import TransformerConfig
+from titan_like.models.fields import dropouts, fixed, read_fields, renamed, write_fields
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.hugging_face import (
-    Fields,
-    Stored,
-    fused,
-    linear,
-    read_fields,
-    validated,
-    whole,
-    written_fields,
-)
+from titan_like.models.hugging_face import Fields, Stored, fused, linear, validated, whole
 
 MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
 PREFIX = "transformer."
-_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_FIELDS = (  # ours, theirs, default (None: config.json must have the field), alias
-    ("num_layers", "n_layer", None, "num_hidden_layers"),
-    ("hidden_size", "n_embd", None, "hidden_size"),
-    ("num_attention_heads", "n_head", None, "num_attention_heads"),
-    ("ffn_hidden_size", "n_inner", 0),  # 4 · n_embd
-    ("vocab_size", "vocab_size", None),
-    ("max_seq_len", "n_positions", None, "max_position_embeddings"),
-    ("norm_eps", "layer_norm_epsilon", 1e-5),
-    ("init_std", "initializer_range", 0.02),
-    ("tied_embeddings", "tie_word_embeddings", True),
+_FIELDS = (
+    fixed("activation_function", "gelu_new", "gelu_pytorch_tanh"),
+    fixed("scale_attn_weights", True, is_written=False),
+    fixed("scale_attn_by_inverse_layer_idx", False, is_written=False),
+    fixed("add_cross_attention", False, is_written=False),
+    fixed("is_causal", True, is_written=False),
+    renamed("num_layers", "n_layer", int, "num_hidden_layers"),
+    renamed("hidden_size", "n_embd", int, "hidden_size"),
+    renamed("num_attention_heads", "n_head", int, "num_attention_heads"),
+    renamed("ffn_hidden_size", "n_inner", 0),  # 4 · n_embd
+    renamed("vocab_size", "vocab_size", int),
+    renamed("max_seq_len", "n_positions", int, "max_position_embeddings"),
+    renamed("norm_eps", "layer_norm_epsilon", 1e-5),
+    renamed("init_std", "initializer_range", 0.02),
+    renamed("tied_embeddings", "tie_word_embeddings", True),
+    dropouts(0.1, "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
 
 
@@ -60,16 +57,9 @@ def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
 
 def to_fields(config: GPTConfig) -> dict[str, Any]:
     """The shape as fields of config.json."""
-    fields = {"model_type": MODEL_TYPE, "activation_function": "gelu_new"}
-    return fields | written_fields(config, _FIELDS, ARCHITECTURE) | dict.fromkeys(_DROPOUTS, config.dropout)
+    return {"model_type": MODEL_TYPE} | write_fields(config, _FIELDS, ARCHITECTURE)
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
-    fields.must_be("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    fields.must_be("scale_attn_weights", True)
-    fields.must_be("scale_attn_by_inverse_layer_idx", False)
-    fields.must_be("add_cross_attention", False)
-    fields.must_be("is_causal", True)
-    dropout = fields.dropout(_DROPOUTS, 0.1)
-    return validated(GPTConfig, read_fields(GPTConfig, _FIELDS, fields) | {"dropout": dropout})
+    return validated(GPTConfig, read_fields(GPTConfig, _FIELDS, fields))

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_like.models.config import TransformerConfig
-from titan_like.models.hugging_face import Fields, Stored, fused, read_fields, validated, whole, written_fields
+from titan_like.models.fields import choice, fixed, read_fields, renamed, write_fields
+from titan_like.models.hugging_face import Fields, Stored, fused, validated, whole
 from titan_like.models.t5.config import T5Config
 
 MODEL_TYPE = "t5"
@@ -14,23 +15,28 @@ ARCHITECTURE = "T5ForConditionalGeneration"
 PREFIX = ""
 # Of the first cross attention, which the first released weights have but nothing uses.
 IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
-_MLPS = {"gated_gelu": "gated-gelu", "relu": "relu"}
-_ENCODER = ("num_layers", "num_layers", 6, "num_hidden_layers")  # which counts those of the encoder
-_FIELDS = (  # ours, theirs, default (None: config.json must have the field), alias
-    ("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
-    ("hidden_size", "d_model", None, "hidden_size"),
-    ("num_attention_heads", "num_heads", None, "num_attention_heads"),
-    ("head_size", "d_kv", None, "head_dim"),
-    ("ffn_hidden_size", "d_ff", None),
-    ("vocab_size", "vocab_size", None),
-    ("max_seq_len", "n_positions", 512),
-    ("num_position_buckets", "relative_attention_num_buckets", 32),
-    ("max_position_distance", "relative_attention_max_distance", 128),
-    ("norm_eps", "layer_norm_epsilon", 1e-6),
-    ("init_std", "initializer_factor", 1.0),
-    ("dropout", "dropout_rate", 0.1),
-)
 _MATRICES = {"gated_gelu": {"gate": "wi_0", "up": "wi_1"}, "relu": {"up": "wi"}}
+
+
+_FIELDS = (
+    renamed("num_layers", "num_layers", 6, "num_hidden_layers"),  # the encoder's
+    choice("mlp", "feed_forward_proj", "relu", {"relu": "relu", "gated-gelu": "gated_gelu"}),
+    fixed("is_encoder_decoder", True),
+    fixed("is_causal", True, is_written=False),
+    renamed("tied_embeddings", "tie_word_embeddings", True),
+    renamed("num_decoder_layers", "num_decoder_layers", 0),  # as many as the encoder has
+    renamed("hidden_size", "d_model", int, "hidden_size"),
+    renamed("num_attention_heads", "num_heads", int, "num_attention_heads"),
+    renamed("head_size", "d_kv", int, "head_dim"),
+    renamed("ffn_hidden_size", "d_ff", int),
+    renamed("vocab_size", "vocab_size", int),
+    renamed("max_seq_len", "n_positions", 512),
+    renamed("num_position_buckets", "relative_attention_num_buckets", 32),
+    renamed("max_position_distance", "relative_attention_max_distance", 128),
+    renamed("norm_eps", "layer_norm_epsilon", 1e-6),
+    renamed("init_std", "initializer_factor", 1.0),
+    renamed("dropout", "dropout_rate", 0.1),
+)
 
 
 def stored_parameters(config: T5Config) -> Iterator[Stored]:
@@ -72,28 +78,18 @@ def stored_parameters(config: T5Config) -> Iterator[Stored]:
 
 def to_fields(config: T5Config) -> dict[str, Any]:
     """The shape as fields of config.json."""
-    return {
-        "model_type": MODEL_TYPE,
-        "num_layers": config.num_encoder_layers,
-        "feed_forward_proj": _MLPS[config.mlp],
-        "is_encoder_decoder": True,
-        "tie_word_embeddings": config.tied_embeddings,
-        **written_fields(config, _FIELDS, ARCHITECTURE),
-    }
+    fields = {"model_type": MODEL_TYPE} | write_fields(config, _FIELDS, ARCHITECTURE)
+    return fields | {"num_layers": config.num_encoder_layers}
 
 
 def from_fields(fields: Fields) -> TransformerConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
-    fields.must_be("feed_forward_proj", *reversed(_MLPS.values()))
-    fields.must_be("is_encoder_decoder", True)
-    fields.must_be("is_causal", True)
-    shape = read_fields(T5Config, (_ENCODER, *_FIELDS), fields)
+    shape = read_fields(T5Config, _FIELDS, fields)
     shape["num_decoder_layers"] = shape["num_decoder_layers"] or shape["num_layers"]
     shape["num_layers"] += shape["num_decoder_layers"]
-    proj = fields.values.get("feed_forward_proj", "relu")
-    shape["mlp"] = next(mlp for mlp, name in _MLPS.items() if name == proj)
-    fields.must_be("is_gated_act", proj != "relu")  # which transformers prefers to feed_forward_proj
-    fields.must_be("dense_act_fn", *(("relu",) if proj == "relu" else ("gelu_new", "gelu_pytorch_tanh")))
+    is_gated = shape["mlp"] == "gated_gelu"  # as two fields say that transformers prefers to feed_forward_proj
+    fields.must_be("is_gated_act", is_gated)
+    fields.must_be("dense_act_fn", *(("gelu_new", "gelu_pytorch_tanh") if is_gated else ("relu",)))
     # transformers 5 writes of every T5 that it is tied, and says in another field whether it is: it then scales.
-    shape["tied_embeddings"] = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
+    shape["tied_embeddings"] = fields.flag("scale_decoder_outputs", shape["tied_embeddings"])
     return validated(T5Config, shape)
