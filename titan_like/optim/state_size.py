@@ -1,4 +1,4 @@
-"""How much an optimizer keeps for a parameter, found by letting it take one step, and the work of an update."""
+"""How much an optimizer keeps for a parameter, found by letting it take one step."""
 
 from __future__ import annotations
 
@@ -9,44 +9,6 @@ from typing import NamedTuple
 import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
-
-
-class UpdateWork(NamedTuple):
-    """The work of an update. Bytes are per element, read and written, in float32."""
-
-    traffic: int = 28  # every parameter's: fused AdamW reads weight, gradient, moments and writes all but the gradient
-    matrix_traffic: int = 0  # in addition, for matrices inside layers
-    matrix_steps: int = 0  # Newton-Schulz steps, on matrices inside layers, each of them on one process
-    matrix_dtype: str | None = None  # None: bfloat16 on GPUs, float32 on CPUs
-
-    @staticmethod
-    def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """The matmuls [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
-        short, long = min(rows, columns), max(rows, columns)
-        return [(short, short, long), (short, short, short), (short, long, short)]
-
-
-ADAMW_WORK = UpdateWork()
-
-
-def update_work(section: OptimizerSection) -> UpdateWork:
-    """The work of the run's optimizer. Other packages' rules are taken to do AdamW's.
-
-    Bytes are counted for each operator in `titan_like.optim`: 4 for every tensor of the parameter's size that it reads
-    or writes.
-    """
-    if section.name == "muon":
-        # A matrix takes 72 bytes, 44 more than under AdamW: gradients of skipped steps are replaced 8, momentum 12 and
-        # its factor 8, direction 12, its norm and division by it 12, decay 8 and the update's subtraction 12.
-        return UpdateWork(28, 44, section.newton_schulz_steps, section.newton_schulz_dtype)
-    if section.name == "adafactor":
-        # Squares 8 and their two sums 8; division by the columns' moments 8 and its norms 4; division by the rows' 8,
-        # decay 8, division by the columns' and subtraction 12, and assignment 12. A first moment is read and written
-        # twice, and the update once more: 32. The weights' norm takes 4.
-        return UpdateWork(68 + 32 * (section.beta1 is not None) + 4 * section.scale_parameter)
-    # Plain SGD adds the decay to the gradient and the gradient to the weight: 12 each.
-    return UpdateWork(24) if section.name == "sgd" else ADAMW_WORK
-
 
 _SIDE = 32  # rows and columns of the smallest matrix that is tried
 
