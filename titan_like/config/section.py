@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -88,3 +89,19 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), serialize_by_alias=True
     )
+    # Settings that `verify` changes in its small run, whatever the sizes there: a value or a function of the section.
+    SMALL: ClassVar[Mapping[str, Any]] = {}
+
+    def small(self) -> Self:
+        """The section of a small run that shows the same bugs."""
+        values = {name: value(self) if callable(value) else value for name, value in self.SMALL.items()}
+        return self.model_copy(update=values)
+
+
+class Surroundings(Section):
+    """Base of sections that change nothing in what a step computes. In a small run settings have their defaults."""
+
+    def small(self) -> Self:
+        """The section of a small run that shows the same bugs."""
+        changed = super().small()
+        return type(self)(**{name: getattr(changed, name) for name in self.SMALL})
