@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -110,17 +111,10 @@ class Evaluation(Surroundings):
     )
 
 
-class Checkpoint(Section):
+class Checkpoint(Surroundings):
     """Saving and resuming."""
 
-    SMALL: ClassVar = {
-        "enable": False,
-        "load_step": None,
-        "initial_load_path": None,
-        "folder": None,
-        "keep_latest": 0,
-        "hugging_face_interval": 0,
-    }
+    SMALL: ClassVar = {name: attrgetter(name) for name in ("interval", "async_", "on_failure")}
 
     enable: bool = option(False, "save checkpoints, and resume from the newest one in the folder")
     interval: StepNumber = option(500, "steps between checkpoints; the last step is always saved")

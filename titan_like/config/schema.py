@@ -6,6 +6,7 @@ machine can run the job is checked elsewhere.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field
@@ -33,7 +34,7 @@ from titan_like.config.section import (
 class Job(Surroundings):
     """The run as a whole."""
 
-    SMALL: ClassVar = {"seed": lambda job: job.seed}
+    SMALL: ClassVar = {"seed": attrgetter("seed")}
 
     config_file: OptionalPath = option(None, "TOML file with the settings, or a shipped one's name: debug_gpt")
     description: str = option("", "one line about the run, shown in logs and in wandb")

@@ -99,9 +99,9 @@ class Section(BaseModel):
 
 
 class Surroundings(Section):
-    """Base of sections that change nothing in what a step computes. In a small run settings have their defaults."""
+    """Base of sections that do not change what a step computes."""
 
     def small(self) -> Self:
-        """The section of a small run that shows the same bugs."""
+        """The defaults, except those in `SMALL`."""
         changed = super().small()
-        return type(self)(**{name: getattr(changed, name) for name in self.SMALL})
+        return type(self)().model_copy(update={name: getattr(changed, name) for name in self.SMALL})

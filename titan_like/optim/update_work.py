@@ -90,14 +90,13 @@ class UpdateCounter(TorchDispatchMode):
             self.gemm_dtype = str(a.dtype).removeprefix("torch.")
             return result
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
-        inputs = {_storage(tensor) for tensor in _tensors(list(given.values()))}
-        created = [tensor for tensor in _tensors(result) if _storage(tensor) not in inputs]
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors(list(given.values()))}
+        created = [tensor for tensor in _tensors(result) if tensor.untyped_storage().data_ptr() not in inputs]
         if "empty" in schema.name or not (created or schema.is_mutable):  # a view
             return result
         self._add(created)
-        if "::new_" in schema.name or schema.name.endswith("_like"):  # it reads no element
-            return result
-        for argument in schema.arguments:
+        is_factory = "::new_" in schema.name or schema.name.endswith("_like")  # it reads no element
+        for argument in schema.arguments if not is_factory else ():
             # Schemas of fused kernels let them write gradients, which they do only to unscale them.
             writes = argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
             reads = argument.name != "out" and not (writes and schema.name.endswith("copy_"))
@@ -111,7 +110,3 @@ class UpdateCounter(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -76,11 +76,8 @@ def check_stages(config: JobConfig, model: TransformerConfig, layout: Layout) ->
         (virtual > 1 and (pipeline == 1 or prescribed == 1), "parallelism.virtual_stages_per_rank",
          "needs pipeline_parallel_degree > 1 and an interleaved schedule; use 1 or interleaved_1f1b"),
         (pipeline == 1 and counts is not None, "parallelism.pipeline_layers",
-         "there is one stage; leave it out or raise pipeline_parallel_degree"))  # fmt: skip
-    if pipeline == 1:
-        return
-    refuse(config,
-        (virtual == 1 and prescribed is None, "parallelism.pipeline_schedule",
+         "there is one stage; leave it out or raise pipeline_parallel_degree"),
+        (pipeline > 1 and virtual == 1 and prescribed is None, "parallelism.pipeline_schedule",
          "needs virtual_stages_per_rank of at least 2; raise it or use 1f1b"),
         (virtual > 2 and prescribed == 2, "parallelism.virtual_stages_per_rank",
          f"{schedule} has exactly 2 stages per rank; use 2 or leave it out"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit
-from titan_like.config.schema import JobConfig, LRScheduler, Training
+from titan_like.config.schema import JobConfig, Training
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
@@ -118,6 +118,11 @@ def shrink(
     num_steps = steps + len(bad_steps)
     total = steps + 4  # a signal ends the run before its last step
     batch = micro_batch * degrees.data_parallel * shrink_microbatches(training, layout, degrees)
+    decay_steps = config.lr_scheduler.decay_steps
+    if config.lr_scheduler.decay == "wsd":
+        decay_steps = total - 2  # here it is the length of the decay
+    elif decay_steps is not None:
+        decay_steps = max(config.lr_scheduler.small().warmup_steps + 1, total - 3)  # the decay ends before the run
     values: dict[str, Any] = {
         "model.from_": None,
         "model.flavor": FLAVOR,
@@ -126,7 +131,7 @@ def shrink(
         "training.seq_len": seq_len,
         "training.micro_batch_size": micro_batch,
         **small_batches(training, batch, seq_len, total, num_steps - 1),
-        "lr_scheduler.decay_steps": small_decay(config.lr_scheduler, total),
+        "lr_scheduler.decay_steps": decay_steps,
         "parallelism.context_parallel_method": method,
         "parallelism.pipeline_layers": per_stage,
         "compile.cudagraphs": config.compile.cudagraphs and on_gpus,
@@ -142,7 +147,9 @@ def shrink(
             of_length = fields_of_length(model, training.seq_len, long, degrees.expert)
             longer |= {"model.flavors": {FLAVOR: fields | of_length}} | small_spans(config, model, long, unit)
     small = in_layout(edit(config.small(), values), degrees)
-    limits = smaller_sizes((small, degrees), (config, layout), longer.get("training.seq_len", seq_len))
+    had, kept = sizes_of(config, layout), sizes_of(small, degrees)
+    kept["positions"] = longer.get("training.seq_len", seq_len)
+    limits = [f"{kept[name]} of {size} {name}" for name, size in had.items() if kept[name] < size]
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
@@ -183,34 +190,22 @@ def small_batches(training: Training, batch: int, seq_len: int, total: int, ramp
     return {f"training.{key}": value for key, value in values.items()}
 
 
-def small_decay(section: LRScheduler, total: int) -> int | None:
-    """`lr_scheduler.decay_steps` with which the decay ends before a run of ``total`` steps, or with it for wsd."""
-    if section.decay == "wsd":
-        return total - 2  # the length of the decay
-    return None if section.decay_steps is None else max(section.small().warmup_steps + 1, total - 3)
-
-
-def smaller_sizes(small: tuple[JobConfig, Layout], original: tuple[JobConfig, Layout], positions: int) -> list[str]:
-    """The sizes that are smaller than the original's, each as a phrase; ``positions``: of the longest sequences."""
-
-    def sizes(config: JobConfig, layout: Layout, seq_len: int) -> dict[str, int]:
-        model, training = model_config(config.model), config.training
-        return {
-            "processes": layout.num_processes,
-            "layers": model.num_layers,
-            "virtual stages": layout.virtual_stages,
-            "microbatches": num_microbatches(training, layout),
-            "samples in a microbatch": training.micro_batch_size,
-            "positions": seq_len,
-            "heads": model.num_attention_heads,
-            "experts": getattr(model, "num_experts", 0),
-            "hidden units": model.hidden_size,
-            "tokens of the vocabulary": model.vocab_size,
-            "CUDA graphs": int(config.compile.cudagraphs),
-        }
-
-    few, many = sizes(*small, positions), sizes(*original, original[0].training.seq_len)
-    return [f"{few[name]} of {many[name]} {name}" for name in few if few[name] < many[name]]
+def sizes_of(config: JobConfig, layout: Layout) -> dict[str, int]:
+    """The sizes that a small run may limit."""
+    model, training = model_config(config.model), config.training
+    return {
+        "processes": layout.num_processes,
+        "layers": model.num_layers,
+        "virtual stages": layout.virtual_stages,
+        "microbatches": num_microbatches(training, layout),
+        "samples in a microbatch": training.micro_batch_size,
+        "positions": training.seq_len,
+        "heads": model.num_attention_heads,
+        "experts": getattr(model, "num_experts", 0),
+        "hidden units": model.hidden_size,
+        "tokens of the vocabulary": model.vocab_size,
+        "CUDA graphs": int(config.compile.cudagraphs),
+    }
 
 
 def shrink_degrees(layout: Layout) -> Layout:
