@@ -7,10 +7,11 @@ machine can run the job is checked elsewhere.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
+from titan_like.config.entry_points import format_of
 from titan_like.config.monitoring import Checkpoint, Evaluation, Health, Metrics, Profiling
 from titan_like.config.section import (
     Degree,
@@ -161,7 +162,7 @@ class Data(Section):
     @property
     def learns_bytes(self) -> bool:
         """Whether the run's tokens are bytes. Data that is tokenized already may be of any tokenizer."""
-        return self.tokenizer == "byte" and self.dataset != "indexed"
+        return self.tokenizer == "byte" and not format_of(self.dataset).is_tokenized
 
     @property
     def tells_documents_apart(self) -> bool:
@@ -394,7 +395,3 @@ class JobConfig(Section):
     profiling: Profiling = Field(default_factory=Profiling)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     cluster: Cluster = Field(default_factory=Cluster)
-
-    def small(self) -> Self:
-        """The small forms of all sections."""
-        return self.model_copy(update={name: section.small() for name, section in self})

@@ -93,9 +93,10 @@ class Section(BaseModel):
     SMALL: ClassVar[Mapping[str, Any]] = {}
 
     def small(self) -> Self:
-        """The section of a small run that shows the same bugs."""
+        """The section, or all sections of the configuration, in a small run that shows the same bugs."""
+        sections = {name: section.small() for name, section in self if isinstance(section, Section)}
         values = {name: value(self) if callable(value) else value for name, value in self.SMALL.items()}
-        return self.model_copy(update=values)
+        return self.model_copy(update=sections | values)
 
 
 class Surroundings(Section):

@@ -12,6 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from titan_like.config.entry_points import format_of
 from titan_like.config.errors import ConfigError, all_of, refuse, require
 from titan_like.config.load import edit
 from titan_like.config.schema import Float8, JobConfig, LoRA, Parallelism
@@ -142,7 +143,8 @@ def _check_length(config: JobConfig) -> None:
     problem = "no configuration is given; name a TOML file, or one of the package's, as --job.config_file debug_gpt"
     require(given, "job.config_file", None, problem)
     check_length(training)
-    require(config.data.dataset != "hf" or training.epochs is None, "training.epochs", training.epochs, NO_EPOCHS)
+    is_stream = format_of(config.data.dataset).is_stream
+    require(not is_stream or training.epochs is None, "training.epochs", training.epochs, NO_EPOCHS)
     # Else `check_schedule` knows with which batch size the run began, or how many samples an epoch has.
     if not config.checkpoint.enable and training.epochs is None:
         check_decay(config.lr_scheduler, schedule_length(training))
@@ -298,7 +300,7 @@ def _check_lora(config: JobConfig, model: TransformerConfig) -> None:
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     section, family, learns = config.data, config.model.family, _LEARNS[model.objective]
-    is_chat, only = section.dataset == "conversations", not model.supports_masks
+    is_chat, only = format_of(section.dataset).is_chat, not model.supports_masks
     only_whole = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
     apart = "conversations share a sample and must not see each other; set it to true"
     refuse(config,
@@ -336,7 +338,7 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
     problem = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
     require(head != "pair" or objective != "none", "model.overrides.sentence_head", "pair", problem)
     problem = 'race and sentence_head "choice" go together; set model.overrides.sentence_head or data.dataset to that'
-    require((head == "choice") == (dataset == "race"), "data.dataset", dataset, problem)
+    require((head == "choice") == format_of(dataset).has_options, "data.dataset", dataset, problem)
     problem = f"two sentences need {_SHORTEST_PAIR} tokens; use at least that"
     require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, problem)
     problem = f"a question is {NUM_OPTIONS} samples, one per option; use a multiple of {NUM_OPTIONS}"
