@@ -54,23 +54,27 @@ def update_work(section: OptimizerSection) -> UpdateWork:
 
 @lru_cache(maxsize=64)
 def _update_work(section: str) -> UpdateWork:
-    layer, table = (_count(name, OptimizerSection.model_validate_json(section)) for name in ("layers.0", "table"))
+    rule, shape = OptimizerSection.model_validate_json(section), (_SHORT, _LONG)
+    layer, table = (updated(name, shape, rule)[2] for name in ("layers.0", "table"))
     traffic, matrix_traffic = (counted.nbytes / (_SHORT * _LONG) for counted in (table, layer))
     return UpdateWork(traffic, matrix_traffic - traffic, tuple(layer.gemms.items()), layer.gemm_dtype)
 
 
-def _count(name: str, section: OptimizerSection) -> UpdateCounter:
-    """Count the second update of a parameter; the first creates its state."""
+def updated(
+    name: str, shape: tuple[int, ...], section: OptimizerSection, matrices: int = 1
+) -> tuple[torch.optim.Optimizer, torch.nn.Parameter, UpdateCounter]:
+    """An optimizer that has updated one parameter, a stack of ``matrices``, twice, and what the second update took."""
     from titan_like.optim.optimizer import Gradients, build_optimizer, update  # imports DTensor, for 0.5 s
 
-    parameter, first, second = torch.nn.Parameter(torch.zeros(_SHORT, _LONG)), UpdateCounter(), UpdateCounter()
+    parameter, first, second = torch.nn.Parameter(torch.zeros(shape)), UpdateCounter(), UpdateCounter()
+    parameter.num_matrices = matrices  # type: ignore[attr-defined]
     optimizer, gradients = build_optimizer([(name, parameter)], section), Gradients([parameter])
     clip, skip = torch.ones((), dtype=torch.float64), torch.tensor(False)
-    for counter in (first, second):
+    for counter in (first, second):  # the first update creates the state
         parameter.grad = torch.zeros_like(parameter)
         with counter:
             update(optimizer, gradients, section.lr, clip, skip)
-    return second
+    return optimizer, parameter, second
 
 
 class UpdateCounter(TorchDispatchMode):
