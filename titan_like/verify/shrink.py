@@ -101,17 +101,16 @@ def shrink(
     degrees = layout if keep_layout else shrink_degrees(layout)
     unit = degrees.tensor * degrees.context_chunks  # sequences are multiples of it
     method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
-    seq_len, micro_batch = training.seq_len, training.micro_batch_size
+    fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
     if full_size:
-        fields = model.model_dump()
         per_stage = config.parallelism.pipeline_layers if keep_layout else None
     else:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
         groups = degrees.context if method == "ulysses" else 1
-        fields, per_stage = small_layers(config, model, len(layout.stage_ranks), len(degrees.stage_ranks))
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, config.float8.enable)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
+        fields, per_stage = small_layers(config, fields, len(layout.stage_ranks), len(degrees.stage_ranks))
     dropout = fields.get("dropout") if degrees.context == 1 else None
     fields |= {"dropout": 0.0} if "dropout" in fields else {}
     bad_steps = {2: True} if steps < 3 else {2: True, min(steps + 1, 5): False}
@@ -157,15 +156,15 @@ def shrink(
 
 
 def small_layers(
-    config: JobConfig, model: TransformerConfig, original_stages: int, stages: int
+    config: JobConfig, fields: dict[str, Any], original_stages: int, stages: int
 ) -> tuple[dict[str, Any], list[int] | None]:
-    """The model's fields with few layers, and the layers of each stage if they are not balanced."""
-    fields, per_stage = model.model_dump(), None
+    """The small model's ``fields`` with few layers, and the layers of each stage if they are not balanced."""
+    model, per_stage = model_config(config.model), None
     if stages > 1 and model.has_decoder:
         original = layers_per_stage(config, model, original_stages)
         per_stage = two_kinds(original, sum(model.layer_counts[:-1]), stages)
     kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
-    fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
+    fields = fields | model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     recur = list(model.layer_kinds) != sorted(model.layer_kinds)
     if stages > 1 and not model.has_decoder and (recur or config.parallelism.pipeline_layers):
         per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
