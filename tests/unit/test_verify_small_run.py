@@ -137,3 +137,14 @@ def test_a_token_with_other_experts_is_a_larger_part_of_fewer_labels() -> None:
     shares = rerouted(small_run("--model.family=moe", "--training.steps=9", "--parallelism.context_parallel_degree=2"))
     assert max(shares, key=lambda step: shares[step]) == 3  # in which few tokens have a label
     assert all(2 / 96 < share**2 < 1 for share in shares.values())  # of up to 96 tokens, any one may be
+
+
+def test_small_forms_name_settings_and_are_valid() -> None:
+    config = load_config(["--training.steps=9", "--optimizer.matrix_lr=0.02", "--checkpoint.async=true"])
+    small = config.small()
+    for name, section in small:
+        assert set(section.SMALL) <= set(type(section).model_fields)
+        type(section).model_validate(section.model_dump())
+        assert section.small() == section, name
+    assert small.optimizer.matrix_lr == pytest.approx(0.02 / 3e-4 * 1e-3) and small.checkpoint.async_
+    assert small.metrics.log_interval == 1 and not small.checkpoint.enable

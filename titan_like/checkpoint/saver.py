@@ -35,7 +35,7 @@ from titan_like.checkpoint.step_folders import (
     upload,
 )
 from titan_like.config.errors import first_line
-from titan_like.config.schema import Checkpoint as CheckpointSection
+from titan_like.config.monitoring import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
 from titan_like.data.unfinished import remove
 from titan_like.optim.shards import local

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_like.config import load_config
+from titan_like.config.entry_points import format_of
 from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.load import edit, run_command
 from titan_like.config.options import OptionParser, url_option, write_json
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
     if model.is_causal:
         parses_special = isinstance(tokenizer, ByteTokenizer) or not tokenizer.splits_special
         prompt, first = tokenizer.encode(options.prompt, parses_special).tolist(), tokenizer.first_ids
-        by_template = config.data.dataset == "conversations" and read_template(config.data.tokenizer) is not None
+        by_template = format_of(config.data.dataset).is_chat and read_template(config.data.tokenizer) is not None
         if not by_template and prompt[: len(first)] != first:
             prompt = [*first, *prompt]
         prompt = prompt or [tokenizer.eod_id]

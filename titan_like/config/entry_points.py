@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import resources
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -24,14 +24,28 @@ FAMILIES = {
     "bert": "titan_like.models.bert.config:BertConfig",
     "t5": "titan_like.models.t5.config:T5Config",
 }
-DATASETS = {
-    "stdlib": "titan_like.data.packed:TextSource",
-    "text": "titan_like.data.packed:TextSource",
-    "indexed": "titan_like.data.packed:IndexedSource",
-    "hf": "titan_like.data.stream:StreamSource",
-    "conversations": "titan_like.data.conversations:ConversationSource",
-    "race": "titan_like.data.race:RaceSource",
+
+
+class DataFormat(NamedTuple):
+    """A dataset of this package: its class, and what is known of its samples without importing that."""
+
+    source: str
+    has_files: bool = True  # which `data.paths` names
+    is_tokenized: bool = False  # before the run, perhaps with another tokenizer
+    is_stream: bool = False  # read in order, and of unknown length
+    is_chat: bool = False  # several conversations share a sample, and only answers have labels
+    has_options: bool = False  # samples are the options of questions
+
+
+DATA_FORMATS = {
+    "stdlib": DataFormat("titan_like.data.packed:TextSource", has_files=False),
+    "text": DataFormat("titan_like.data.packed:TextSource"),
+    "indexed": DataFormat("titan_like.data.packed:IndexedSource", is_tokenized=True),
+    "hf": DataFormat("titan_like.data.stream:StreamSource", is_stream=True),
+    "conversations": DataFormat("titan_like.data.conversations:ConversationSource", is_chat=True),
+    "race": DataFormat("titan_like.data.race:RaceSource", has_options=True),
 }
+DATASETS = {name: data_format.source for name, data_format in DATA_FORMATS.items()}
 RULES = {  # update rules
     "adamw": "titan_like.optim.optimizer:adamw",
     "adafactor": "titan_like.optim.adafactor:Adafactor",
@@ -49,6 +63,11 @@ NAMED = {  # setting → this package's own objects, and the group of entry poin
     "optimizer.name": (RULES, "titan_like.optimizers"),
     "mixer": (MIXERS, "titan_like.mixers"),  # of a kind of the decoder's layers
 }
+
+
+def format_of(dataset: str) -> DataFormat:
+    """What is known of `data.dataset`'s samples. Another package's class says for itself whether it is a stream."""
+    return DATA_FORMATS.get(dataset, DataFormat(""))
 
 
 def names_of(key: str, with_built_in: bool = True) -> list[str]:

@@ -42,6 +42,13 @@ def require(condition: object, key: str, value: object, cure: str) -> None:
         raise ConfigError(key, value, cure)
 
 
+def refuse(config: BaseModel, *rules: tuple[object, str, str]) -> None:
+    """Raise a `ConfigError` for the first broken rule of (when it is broken, key, what is wrong and what to change)."""
+    for is_broken, key, cure in rules:
+        section, _, name = key.partition(".")
+        require(not is_broken, key, getattr(getattr(config, section), name), cure)
+
+
 class RunError(RuntimeError):
     """A run that cannot continue, with the reason in one sentence (exit code 1)."""
 

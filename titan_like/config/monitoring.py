@@ -1,16 +1,30 @@
-"""The settings of what watches a run: its log, health checks, profiles and validations."""
+"""The settings of what watches and saves a run: its log, health checks, profiles, validations and checkpoints."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from operator import attrgetter
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from titan_like.config.section import PathList, RankList, Section, StepCount, StepList, StepNumber, TextList, option
+from titan_like.config.section import (
+    OptionalUrl,
+    PathList,
+    RankList,
+    Section,
+    StepCount,
+    StepList,
+    StepNumber,
+    Surroundings,
+    TextList,
+    option,
+)
 
 
-class Metrics(Section):
+class Metrics(Surroundings):
     """The log line's interval and the writers of metrics."""
+
+    SMALL: ClassVar = {"log_interval": 1, "log_format": "megatron"}
 
     log_interval: StepNumber = option(10, "steps between console lines; metrics.jsonl has every step")
     log_format: Literal["short", "megatron"] = option(
@@ -26,7 +40,7 @@ class Metrics(Section):
     mlflow: bool = option(False, "log to MLflow, to the server that MLFLOW_TRACKING_URI names")
 
 
-class Health(Section):
+class Health(Surroundings):
     """Detection of bad steps and hangs, and what to do about them."""
 
     skip_nonfinite: bool = option(
@@ -49,7 +63,7 @@ class Health(Section):
     )
 
 
-class Profiling(Section):
+class Profiling(Surroundings):
     """Where the time and the memory of single steps go."""
 
     timeline_steps: StepList = option(
@@ -77,8 +91,10 @@ class ValidationSet(Section):
     paths: PathList = Field(description="as data.paths, read as data.dataset is (stdlib: as text); all is held out")
 
 
-class Evaluation(Section):
+class Evaluation(Surroundings):
     """Validation on held-out data."""
+
+    SMALL: ClassVar = {"interval": 2, "steps": 1}  # the held-out samples would fill two batches
 
     interval: StepCount = option(0, "steps between validations; 0 turns validation off")
     steps: StepNumber = option(10, "global batches per validation")
@@ -92,4 +108,30 @@ class Evaluation(Section):
         [],
         "tasks to score at each validation, each NAME=PATH, where NAME is text, wikitext103, lambada or race",
         examples=[["lambada=lambada_test.jsonl"]],
+    )
+
+
+class Checkpoint(Surroundings):
+    """Saving and resuming."""
+
+    SMALL: ClassVar = {name: attrgetter(name) for name in ("interval", "async_", "on_failure")}
+
+    enable: bool = option(False, "save checkpoints, and resume from the newest one in the folder")
+    interval: StepNumber = option(500, "steps between checkpoints; the last step is always saved")
+    async_: bool = option(False, "write while training continues, from copies in host memory", alias="async")
+    on_failure: Literal["stop", "continue"] = option(
+        "stop", "what to do if a checkpoint cannot be written (full disk); the last one's failure always stops the run"
+    )
+    keep_latest: StepCount = option(0, "checkpoints to keep, and as many of Hugging Face's folders; 0 keeps all")
+    hugging_face_interval: StepCount = option(
+        0,
+        "steps between folders of weights for transformers and vLLM, <job.dump_folder or checkpoint.folder>/"
+        "hugging_face/step-N; the run's last step is always written; 0 writes none",
+    )
+    load_step: StepCount | None = option(None, "step to resume from (default: the newest complete one)")
+    folder: OptionalUrl = option(None, "folder or URL of the checkpoints (default: <job.dump_folder>/checkpoint)")
+    initial_load_path: OptionalUrl = option(
+        None,
+        "a folder as in model.from for a new run's initial weights alone: [model] and data.tokenizer are set as well, "
+        "the tokenizer perhaps to another",
     )

@@ -6,11 +6,13 @@ machine can run the job is checked elsewhere.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from titan_like.config.monitoring import Evaluation, Health, Metrics, Profiling
+from titan_like.config.entry_points import format_of
+from titan_like.config.monitoring import Checkpoint, Evaluation, Health, Metrics, Profiling
 from titan_like.config.section import (
     Degree,
     Layers,
@@ -22,6 +24,7 @@ from titan_like.config.section import (
     Section,
     StepCount,
     StepNumber,
+    Surroundings,
     TextList,
     TokenizerText,
     dtype_name,
@@ -29,8 +32,10 @@ from titan_like.config.section import (
 )
 
 
-class Job(Section):
+class Job(Surroundings):
     """The run as a whole."""
+
+    SMALL: ClassVar = {"seed": attrgetter("seed")}
 
     config_file: OptionalPath = option(None, "TOML file with the settings, or a shipped one's name: debug_gpt")
     description: str = option("", "one line about the run, shown in logs and in wandb")
@@ -80,6 +85,8 @@ HELD_OUT = "0,1,0"  # data.split of `evaluation.sets`
 
 class Data(Section):
     """The dataset, its tokenizer and its splits."""
+
+    SMALL: ClassVar = {"num_workers": lambda data: min(data.num_workers, 1)}
 
     dataset: str = option(
         "stdlib",
@@ -155,7 +162,7 @@ class Data(Section):
     @property
     def learns_bytes(self) -> bool:
         """Whether the run's tokens are bytes. Data that is tokenized already may be of any tokenizer."""
-        return self.tokenizer == "byte" and self.dataset != "indexed"
+        return self.tokenizer == "byte" and not format_of(self.dataset).is_tokenized
 
     @property
     def tells_documents_apart(self) -> bool:
@@ -165,6 +172,8 @@ class Data(Section):
 
 class Training(Section):
     """How much to train, in what batches and precision."""
+
+    SMALL: ClassVar = {"max_norm": lambda training: min(training.max_norm, 0.05)}  # so that every step is clipped
 
     seq_len: int = option(256, "tokens per sample; for t5, the encoder's positions", gt=0, le=2**27)
     decoder_seq_len: int = option(0, "t5: decoder positions; 0: as many as the targets take", ge=0, le=2**27)
@@ -188,6 +197,14 @@ class Training(Section):
 
 class Optimizer(Section):
     """The update rule."""
+
+    SMALL: ClassVar = {
+        "lr": 1e-3,
+        "matrix_lr": lambda optimizer: optimizer.matrix_lr and optimizer.matrix_lr * 1e-3 / optimizer.lr,
+        "newton_schulz_dtype": "float32",  # bfloat16 would hide differences
+        # Every update is clipped, or rounding could decide whether one is: it is all that the biases of keys may have.
+        "clip_threshold": lambda optimizer: min(optimizer.clip_threshold, 0.5),
+    }
 
     name: str = option(
         "adamw", "adamw, adafactor, muon (AdamW for all but the layers' matrices), sgd, or an installed package's"
@@ -219,6 +236,8 @@ class Optimizer(Section):
 
 class LRScheduler(Section):
     """The learning rate over the run."""
+
+    SMALL: ClassVar = {"warmup_steps": lambda scheduler: min(scheduler.warmup_steps, 2)}
 
     warmup_steps: StepCount = option(
         0,
@@ -279,6 +298,8 @@ class Parallelism(Section):
 class ActivationCheckpoint(Section):
     """Recomputation of activations in the backward pass, which saves memory."""
 
+    SMALL: ClassVar = {"every_n_layers": lambda section: min(section.every_n_layers, 2)}
+
     mode: Literal["none", "full", "selective", "experts", "budget"] = option(
         "none",
         "full: whole layers; selective: all except matmuls; experts: only routers and experts; budget: what the "
@@ -322,6 +343,8 @@ class Float8(Section):
 class LoRA(Section):
     """Low-rank adapters of the layers' linear modules, trained on frozen weights (docs/lora.md)."""
 
+    SMALL: ClassVar = {"dropout": 0.0}
+
     rank: int = option(0, "rank of the adapters; 0 trains all weights", ge=0, le=2**14)
     alpha: float = option(16.0, "an adapter's output is multiplied by alpha / rank", gt=0, le=1e6)
     dropout: float = option(0.0, "dropout of the adapters' inputs", ge=0, lt=1)
@@ -332,31 +355,7 @@ class LoRA(Section):
     )
 
 
-class Checkpoint(Section):
-    """Saving and resuming."""
-
-    enable: bool = option(False, "save checkpoints, and resume from the newest one in the folder")
-    interval: StepNumber = option(500, "steps between checkpoints; the last step is always saved")
-    async_: bool = option(False, "write while training continues, from copies in host memory", alias="async")
-    on_failure: Literal["stop", "continue"] = option(
-        "stop", "what to do if a checkpoint cannot be written (full disk); the last one's failure always stops the run"
-    )
-    keep_latest: StepCount = option(0, "checkpoints to keep, and as many of Hugging Face's folders; 0 keeps all")
-    hugging_face_interval: StepCount = option(
-        0,
-        "steps between folders of weights for transformers and vLLM, <job.dump_folder or checkpoint.folder>/"
-        "hugging_face/step-N; the run's last step is always written; 0 writes none",
-    )
-    load_step: StepCount | None = option(None, "step to resume from (default: the newest complete one)")
-    folder: OptionalUrl = option(None, "folder or URL of the checkpoints (default: <job.dump_folder>/checkpoint)")
-    initial_load_path: OptionalUrl = option(
-        None,
-        "a folder as in model.from for a new run's initial weights alone: [model] and data.tokenizer are set as well, "
-        "the tokenizer perhaps to another",
-    )
-
-
-class Cluster(Section):
+class Cluster(Surroundings):
     """The machine that the run is meant for."""
 
     gpu: str | None = option(None, 'GPU against whose peak MFU is measured, such as "A100" (default: the one found)')

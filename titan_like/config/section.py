@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -88,3 +89,20 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), serialize_by_alias=True
     )
+    # Settings that `verify` changes in its small run, whatever the sizes there: a value or a function of the section.
+    SMALL: ClassVar[Mapping[str, Any]] = {}
+
+    def small(self) -> Self:
+        """The section, or all sections of the configuration, in a small run that shows the same bugs."""
+        sections = {name: section.small() for name, section in self if isinstance(section, Section)}
+        values = {name: value(self) if callable(value) else value for name, value in self.SMALL.items()}
+        return self.model_copy(update=sections | values)
+
+
+class Surroundings(Section):
+    """Base of sections that do not change what a step computes."""
+
+    def small(self) -> Self:
+        """The defaults, except those in `SMALL`."""
+        changed = super().small()
+        return type(self)().model_copy(update={name: getattr(changed, name) for name in self.SMALL})

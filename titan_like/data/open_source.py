@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_like.config.entry_points import load_entry
+from titan_like.config.entry_points import format_of, load_entry
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import HELD_OUT, Data, JobConfig
 from titan_like.data.batch import Batch
@@ -67,7 +67,7 @@ def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) 
 
 def held_out(section: Data, paths: list[Any]) -> Data:
     """[data] of one of `evaluation.sets`, none of which is for training."""
-    dataset = "text" if section.dataset == "stdlib" else section.dataset
+    dataset = section.dataset if format_of(section.dataset).has_files else "text"
     return section.model_copy(update={"dataset": dataset, "paths": paths, "split": HELD_OUT})
 
 
@@ -83,7 +83,7 @@ def open_source(request: DataRequest) -> Source:
     for share in shares:
         opened = list[Source]()
         local = local_paths(share.paths, request.cache_folder)
-        datasets = find_indexed(local, "data.paths") if request.section.dataset == "indexed" else []
+        datasets = find_indexed(local, "data.paths") if format_of(request.section.dataset).is_tokenized else []
         for paths in [[path] for path in datasets] or [local]:
             section = request.section.model_copy(update={"paths": paths})
             source: Source = dataset(replace(request, section=section, part=len(sources) + len(opened)))

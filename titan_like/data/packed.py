@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
+from titan_like.config.entry_points import format_of
 from titan_like.config.errors import ConfigError, cure_of_writing, require
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
@@ -158,7 +159,7 @@ def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], requ
     number = SPLITS.index(request.split)
     part = dataset.tokens.part(bounds[number], bounds[number + 1])
     is_enough = request.split != "train" or len(part) > request.seq_len
-    of_dataset = f" of {dataset.prefix}" if request.section.dataset == "indexed" else ""
+    of_dataset = f" of {dataset.prefix}" if format_of(request.section.dataset).is_tokenized else ""
     problem = f"the training split{of_dataset} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
     require(is_enough, "training.seq_len", request.seq_len, problem)
     return part
@@ -198,9 +199,10 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
 
 def corpus_job(section: Data) -> Job:
     """The job that tokenizes the corpus. Raises the errors of `corpus_files`."""
+    data_format = format_of(section.dataset)
     # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
-    bad_lines, files = "skip" if section.dataset == "stdlib" else section.bad_lines, corpus_files(section)
-    if section.dataset != "conversations":
+    bad_lines, files = section.bad_lines if data_format.has_files else "skip", corpus_files(section)
+    if not data_format.is_chat:
         return Job(files, section.tokenizer, section.text_key, section.token_options, bad_lines=bad_lines)
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
@@ -220,7 +222,8 @@ def corpus_folder(job: Job, cache_folder: Path) -> Path:
 
 def corpus_files(section: Data) -> list[Path]:
     """List the corpus's files in a fixed shuffled order, so that a split by position is a fair sample of them."""
-    if section.dataset == "stdlib":
+    data_format = format_of(section.dataset)
+    if not data_format.has_files:
         root = Path(sysconfig.get_paths()["stdlib"])
         left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
         files = []
@@ -233,8 +236,6 @@ def corpus_files(section: Data) -> list[Path]:
         problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
         require(section.paths, "data.paths", None, problem)
         no_text = f"conversations are records of {', '.join((*RECORD_ENDINGS[:3], '.csv'))} files; write it as one"
-        files = find_files(
-            section.paths, "data.paths", no_text if section.dataset == "conversations" else "", section.read_split
-        )
+        files = find_files(section.paths, "data.paths", no_text if data_format.is_chat else "", section.read_split)
         names = {path: source_name(path) for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())

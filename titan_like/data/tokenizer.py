@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
-from titan_like.config.entry_points import DATASETS
+from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import check_folder, file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, TokenOptions
@@ -226,7 +226,7 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
 def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
     """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding."""
     section, spec = config.data, config.data.tokenizer
-    is_tokenized_here = section.dataset in DATASETS and section.dataset != "indexed"
+    is_tokenized_here = section.dataset in DATASETS and not format_of(section.dataset).is_tokenized
     is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))  # another may have made the data
     if is_unknown or config.model.from_ is not None or any(map(file_problem, tokenizer_files(spec))):
         return None

@@ -17,6 +17,7 @@ from titan_like.checkpoint.step_folders import (
     checkpoint_path,
     read_run_state,
 )
+from titan_like.config.entry_points import format_of
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit, setting
 from titan_like.config.paths import file_problem
@@ -145,7 +146,7 @@ def _check_overrides(config: JobConfig, start: Start, source: str) -> Iterator[C
 def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[ConfigError]:
     """An error if the run's tokenizer makes other tokens than the folder's, or if neither names one."""
     section, theirs = config.data, start.data.get("tokenizer")
-    if theirs is None and "tokenizer" not in section.model_fields_set and section.dataset != "indexed":
+    if theirs is None and "tokenizer" not in section.model_fields_set and not format_of(section.dataset).is_tokenized:
         problem = f"{source} has no tokenizer, and without one every byte is a token; set it to the model's"
         yield ConfigError("data.tokenizer", None, problem)
     specs = (section.tokenizer, theirs) if theirs not in (None, section.tokenizer) else ()

@@ -1,4 +1,4 @@
-"""How much an optimizer keeps for a parameter, found by letting it take one step, and the work of an update."""
+"""How much an optimizer keeps for a parameter, measured after it has updated one."""
 
 from __future__ import annotations
 
@@ -9,44 +9,7 @@ from typing import NamedTuple
 import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
-
-
-class UpdateWork(NamedTuple):
-    """The work of an update. Bytes are per element, read and written, in float32."""
-
-    traffic: int = 28  # every parameter's: fused AdamW reads weight, gradient, moments and writes all but the gradient
-    matrix_traffic: int = 0  # in addition, for matrices inside layers
-    matrix_steps: int = 0  # Newton-Schulz steps, on matrices inside layers, each of them on one process
-    matrix_dtype: str | None = None  # None: bfloat16 on GPUs, float32 on CPUs
-
-    @staticmethod
-    def products(rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """The matmuls [m, k] · [k, n] in one step on a matrix [rows, columns]: (m, n, k) of each."""
-        short, long = min(rows, columns), max(rows, columns)
-        return [(short, short, long), (short, short, short), (short, long, short)]
-
-
-ADAMW_WORK = UpdateWork()
-
-
-def update_work(section: OptimizerSection) -> UpdateWork:
-    """The work of the run's optimizer. Other packages' rules are taken to do AdamW's.
-
-    Bytes are counted for each operator in `titan_like.optim`: 4 for every tensor of the parameter's size that it reads
-    or writes.
-    """
-    if section.name == "muon":
-        # A matrix takes 72 bytes, 44 more than under AdamW: gradients of skipped steps are replaced 8, momentum 12 and
-        # its factor 8, direction 12, its norm and division by it 12, decay 8 and the update's subtraction 12.
-        return UpdateWork(28, 44, section.newton_schulz_steps, section.newton_schulz_dtype)
-    if section.name == "adafactor":
-        # Squares 8 and their two sums 8; division by the columns' moments 8 and its norms 4; division by the rows' 8,
-        # decay 8, division by the columns' and subtraction 12, and assignment 12. A first moment is read and written
-        # twice, and the update once more: 32. The weights' norm takes 4.
-        return UpdateWork(68 + 32 * (section.beta1 is not None) + 4 * section.scale_parameter)
-    # Plain SGD adds the decay to the gradient and the gradient to the weight: 12 each.
-    return UpdateWork(24) if section.name == "sgd" else ADAMW_WORK
-
+from titan_like.optim.update_work import updated
 
 _SIDE = 32  # rows and columns of the smallest matrix that is tried
 
@@ -95,40 +58,23 @@ def optimizer_state(section: OptimizerSection) -> OptimizerState:
 
 @lru_cache(maxsize=64)
 def _optimizer_state(section: str) -> OptimizerState:
-    from titan_like.optim.optimizer import build_optimizer  # imports DTensor, for 0.5 s
-    from titan_like.optim.shards import num_matrices
-
-    square, tall, wide, vector = (_SIDE, _SIDE), (2 * _SIDE, _SIDE), (_SIDE, 2 * _SIDE), (_SIDE,)
-    stack = (4 * _SIDE, _SIDE)  # 4 square matrices
-    named: dict[tuple[str, tuple[int, ...]], torch.nn.Parameter] = {
-        (kind, shape): torch.nn.Parameter(torch.zeros(shape))
-        for kind in ("layers", "table")
-        for shape in (square, tall, wide, stack, vector)
-    }
-    for kind in ("layers", "table"):
-        named[kind, stack].num_matrices = 4  # type: ignore[attr-defined]
-    members = [(f"{kind}.{number}", parameter) for number, ((kind, _), parameter) in enumerate(named.items())]
-    optimizer = build_optimizer(members, OptimizerSection.model_validate_json(section))
-    for _, parameter in members:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-
-    def num_values(kind: str, shape: tuple[int, ...]) -> float:
-        parameter = named[kind, shape]
+    def num_values(kind: str, *shape: int, matrices: int = 1) -> float:
+        optimizer, parameter, _ = updated(f"{kind}.0", shape, OptimizerSection.model_validate_json(section), matrices)
         state = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
-        values = (value for value in state if value.numel() > num_matrices(parameter))
-        return sum(value.numel() * value.element_size() for value in values) / parameter.element_size()
+        return sum(value.nbytes for value in state if value.numel() > matrices) / parameter.element_size()
 
     def of_matrix(kind: str) -> StateValues:
         # With n = _SIDE, a matrix keeps e·rows·columns + r·rows + c·columns values: e·n² + (r + c)·n if it is square,
         # 2e·n² + (2r + c)·n if it is tall, and 2e·n² + (r + 2c)·n if it is wide. These three give e, r and c.
-        smallest, taller, wider = (num_values(kind, shape) for shape in (square, tall, wide))
+        shapes = (_SIDE, _SIDE), (2 * _SIDE, _SIDE), (_SIDE, 2 * _SIDE)
+        smallest, taller, wider = (num_values(kind, *shape) for shape in shapes)
         element = _number((taller + wider - 3 * smallest) / _SIDE**2)
         row, column = ((larger - smallest) / _SIDE - element * _SIDE for larger in (taller, wider))
-        stacked = num_values(kind, stack) / _SIDE - 4 * (element * _SIDE + row)  # for each column, of 4 matrices
+        stack = num_values(kind, 4 * _SIDE, _SIDE, matrices=4)
+        stacked = stack / _SIDE - 4 * (element * _SIDE + row)  # for each column, of 4 matrices
         return StateValues(element, _number(row), _number(column), _number((stacked - column) / 3))
 
-    return OptimizerState(of_matrix("layers"), of_matrix("table"), _number(num_values("layers", vector) / _SIDE))
+    return OptimizerState(of_matrix("layers"), of_matrix("table"), _number(num_values("layers", _SIDE) / _SIDE))
 
 
 def _number(value: float) -> float:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.checks import OtherRunError
 from titan_like.checkpoint.loader import materialise_optimizer_state
-from titan_like.config.entry_points import DATASETS
+from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
@@ -305,22 +305,24 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     split_weights(section.split)
     sections = [section, *(held_out(section, dataset.paths) for dataset in config.evaluation.sets)]
     sources = [data.model_copy(update={"paths": share.paths}) for data in sections for share in shares_of(data.paths)]
-    if section.dataset in ("text", "conversations") and not section.paths:
+    data_format = format_of(section.dataset)
+    is_corpus = not data_format.is_tokenized and not data_format.is_stream
+    if is_corpus and data_format.has_files and not section.paths:
         corpus_files(section)  # raises ConfigError
     spec = section.tokenizer
     named = [Path(spec)] if is_on_hub(spec) else tokenizer_files(spec)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
         tokenizer_of(section)  # raises ConfigError
     absent = [str(path) for path in named if file_problem(path) == "does not exist"]
-    files = [name for source in sources if source.dataset != "stdlib" for name in source.paths]
-    absent += [name for name in files if _is_absent(name, section.dataset)]
+    files = [name for source in sources if format_of(source.dataset).has_files for name in source.paths]
+    absent += [name for name in files if _is_absent(name, data_format.is_tokenized)]
     if absent:
         return config, f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
-    if section.dataset == "indexed":
+    if data_format.is_tokenized:
         return _counted(config, model)
     tokenizer_of(section, model.vocab_size)
     masks_of(config, model)  # raises ConfigError where a token is missing
-    if section.dataset == "hf":
+    if data_format.is_stream:
         open_data(config, model)  # reads the first sample
         return config, f"a stream, read by {section.num_readers} readers, so its samples are not counted"
     jobs, cache = [corpus_job(source) for source in sources], Path(config.job.dump_folder) / "data_cache"
@@ -330,8 +332,8 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     return _counted(config, model)
 
 
-def _is_absent(name: str, dataset: str) -> bool:
-    files = [f"{prefix_of(name)}{ending}" for ending in (".idx", ".bin")] if dataset == "indexed" else []
+def _is_absent(name: str, is_tokenized: bool) -> bool:
+    files = [f"{prefix_of(name)}{ending}" for ending in (".idx", ".bin")] if is_tokenized else []
     return not any(map(named_paths, [name, *files]))
 
 

@@ -12,7 +12,8 @@ from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.flops import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
-from titan_like.optim.state_size import optimizer_state, update_work
+from titan_like.optim.state_size import optimizer_state
+from titan_like.optim.update_work import update_work
 from titan_like.parallel.layout import Layout, method_of, resolve_layout
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.bands import band

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from titan_like.optim.state_size import ADAMW_WORK
+from titan_like.optim.update_work import ADAMW_WORK
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.profile import Profile
 from titan_like.planner.stages import shard_groups
@@ -15,28 +15,31 @@ from titan_like.planner.workload import Workload, element_bytes
 def update_time(work: Workload, profile: Profile, elements: Mapping[str, int]) -> float:
     """Seconds on a rank with these parameters before ZeRO shards them, by the mesh dimension over which it does.
 
-    An optimizer that works on whole matrices has each gathered on one of the processes that share it, and sends their
+    An optimizer that multiplies matrices has each gathered on one of the processes that share it, and sends their
     updates back.
     """
     update, groups = work.update, shard_groups(work)
     local_size = sum(number / (groups[sharers][0] if work.zero_stage else 1) for sharers, number in elements.items())
     # The profile's figure is AdamW's.
     nbytes = local_size * (profile.optimizer_traffic + update.traffic - ADAMW_WORK.traffic)
-    if not update.matrix_steps:
+    if not update.matrix_gemms and not update.matrix_traffic:
         return nbytes / profile.memory_rate
-    dtype = update.matrix_dtype or ("float32" if profile.device.is_cpu else "bfloat16")
-    if dtype not in profile.device.peak:  # as on GPUs before Ampere, which emulate bfloat16
+    dtype = update.gemm_dtype
+    if profile.device.is_cpu or dtype not in profile.device.peak:  # as on GPUs before Ampere, which emulate bfloat16
         dtype = "float32"
     unsplit = trace(TraceKey.of(work._replace(tensor=1, sequence_parallel=False, expert=1, context=1)))
     size, longest, products = 0, 0.0, 0.0  # of all layers' matrices
     for layer, count in zip(unsplit.layers, work.model.layer_counts, strict=True):
         for matrix in (p for p in layer.parameters if len(p.shape) == 2):
             rows, columns = matrix.shape[0] // matrix.matrices, matrix.shape[1]
-            step = sum(gemm_time(*sizes, 1, dtype, profile) for sizes in update.products(rows, columns))
-            size, longest = size + count * matrix.elements, max(longest, step)
-            products += count * matrix.matrices * step
+            gemms = update.gemms(rows, columns).items()
+            time = sum(calls * gemm_time(*sizes, 1, dtype, profile) for sizes, calls in gemms)
+            size, longest = size + count * matrix.elements, max(longest, time)
+            products += count * matrix.matrices * time
     processes = work.tensor * (work.shard * work.context if work.zero_stage else 1)
     shard = size / work.pipeline / processes
-    computes = update.matrix_steps * max(longest, products / work.pipeline / processes)
+    seconds = (nbytes + shard * update.matrix_traffic) / profile.memory_rate
+    if not update.matrix_gemms:
+        return seconds
     sends = 2 * profile.links.all_gather(shard * element_bytes(dtype), processes, 1)  # two all-to-alls
-    return (nbytes + shard * update.matrix_traffic) / profile.memory_rate + computes + sends
+    return seconds + max(longest, products / work.pipeline / processes) + sends

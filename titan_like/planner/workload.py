@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.state_size import ADAMW_STATE, ADAMW_WORK, OptimizerState, UpdateWork
+from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
+from titan_like.optim.update_work import ADAMW_WORK, UpdateWork
 from titan_like.parallel.schedules.tables import stage_ranks
 
 NARROW = ("float8", "float4")  # only a layer's matrix products with weights run in these; the rest is bfloat16

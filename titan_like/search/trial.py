@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.monitoring import Evaluation, Metrics, Profiling
-from titan_like.config.schema import Checkpoint, JobConfig, LRScheduler
+from titan_like.config.monitoring import Checkpoint, Evaluation, Metrics, Profiling
+from titan_like.config.schema import JobConfig, LRScheduler
 from titan_like.train.environment import environment_number
 
 OK, TOO_LARGE, FAILED, HUNG, SKIPPED = "ok", "out_of_memory", "failed", "hung", "skipped"

@@ -12,7 +12,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from titan_like.config.errors import ConfigError, all_of, require
+from titan_like.config.entry_points import format_of
+from titan_like.config.errors import ConfigError, all_of, refuse, require
 from titan_like.config.load import edit
 from titan_like.config.schema import Float8, JobConfig, LoRA, Parallelism
 from titan_like.data.batch_size import NO_EPOCHS, check_length, check_rampup, rampup_batch_sizes
@@ -142,7 +143,8 @@ def _check_length(config: JobConfig) -> None:
     problem = "no configuration is given; name a TOML file, or one of the package's, as --job.config_file debug_gpt"
     require(given, "job.config_file", None, problem)
     check_length(training)
-    require(config.data.dataset != "hf" or training.epochs is None, "training.epochs", training.epochs, NO_EPOCHS)
+    is_stream = format_of(config.data.dataset).is_stream
+    require(not is_stream or training.epochs is None, "training.epochs", training.epochs, NO_EPOCHS)
     # Else `check_schedule` knows with which batch size the run began, or how many samples an epoch has.
     if not config.checkpoint.enable and training.epochs is None:
         check_decay(config.lr_scheduler, schedule_length(training))
@@ -213,49 +215,47 @@ def _check_float8(config: JobConfig) -> None:
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse combinations with tensor parallelism that torch cannot compile."""
-    layout = Layout.of(config.parallelism)
-    if not config.compile.enable or layout.tensor == 1:
-        return
-    problem = 'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'
-    require(config.activation_checkpoint.mode != "selective", "activation_checkpoint.mode", "selective", problem)
-    problem = "needs sequence parallelism with tensor parallelism and dropout; set sequence_parallel to true"
-    require(getattr(model, "dropout", 0) <= 0 or layout.sequence_parallel, "compile.enable", True, problem)
+    layout, selective = Layout.of(config.parallelism), config.activation_checkpoint.mode == "selective"
+    compiles = config.compile.enable and layout.tensor > 1
+    refuse(config,
+        (compiles and selective, "activation_checkpoint.mode",
+         'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'),
+        (compiles and getattr(model, "dropout", 0) > 0 and not layout.sequence_parallel, "compile.enable",
+         "needs sequence parallelism with tensor parallelism and dropout; set sequence_parallel to true"))  # fmt: skip
 
 
 def _check_recomputation(config: JobConfig, model: TransformerConfig) -> None:
-    section, dropout, key = config.activation_checkpoint, getattr(model, "dropout", 0), "activation_checkpoint.budget"
-    if section.mode != "budget":
-        problem = 'only activation_checkpoint.mode = "budget" reads it; set that, or leave it out'
-        require(section.budget is None, key, section.budget, problem)
+    section, dropout, compiles = config.activation_checkpoint, getattr(model, "dropout", 0), config.compile.enable
+    by_budget, key = section.mode == "budget", "activation_checkpoint.budget"
+    refuse(config,
+        (not by_budget and section.budget is not None, key,
+         'only activation_checkpoint.mode = "budget" reads it; set that, or leave it out'),
         # Selective checkpoints keep products in a cache of their own, and not where autograd saves tensors.
-        problem = "does not reach what selective recomputation keeps; set compile.enable to true, or use another mode"
-        works = not section.offload or section.mode != "selective" or config.compile.enable
-        require(works, "activation_checkpoint.offload", True, problem)
-        return
-    require(section.budget is not None, key, None, 'mode "budget" needs it; set a number from 0 to 1')
-    key, problem = "activation_checkpoint.mode", "it is the compiler that keeps to a budget; set compile.enable to true"
-    require(config.compile.enable, key, "budget", problem)
-    problem = (
-        f"torch would recompute dropout with other random numbers; set model.overrides.dropout = 0 (it is {dropout})"
-    )
-    require(dropout == 0, key, "budget", f"{problem}, or use another mode")
+        (section.offload and section.mode == "selective" and not compiles, "activation_checkpoint.offload",
+         "does not reach what selective recomputation keeps; set compile.enable to true, or use another mode"),
+        (by_budget and section.budget is None, key, 'mode "budget" needs it; set a number from 0 to 1'),
+        (by_budget and not compiles, "activation_checkpoint.mode",
+         "it is the compiler that keeps to a budget; set compile.enable to true"),
+        (by_budget and dropout, "activation_checkpoint.mode",
+         f"torch would recompute dropout with other random numbers; set model.overrides.dropout = 0 (it is {dropout}), "
+         "or use another mode"))  # fmt: skip
 
 
 def _check_cudagraphs(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse what a graph cannot hold: collectives, the random state of recomputation, shapes made from data."""
     family, data = config.model.family, config.data
     mode, processes, heads = config.activation_checkpoint.mode, layout.num_processes, list(model.predictions)
-    rules = {
-        f"needs one process, and this layout has {processes}": processes == 1,
-        f"does not support {family}, whose experts get another number of tokens in each step": not has_experts(model),
-        f'does not support activation_checkpoint.mode = "{mode}"': mode == "none",
-        "does not support activation_checkpoint.offload": not config.activation_checkpoint.offload,
-        "does not support document masks (data.reset_attention_mask)": not data.reset_attention_mask,
-        "does not support prefixes (data.prefix_lm)": not data.prefix_lm,
-        f"does not support heads that predict {' and '.join(heads)}": heads == ["tokens"],
+    refusals = {
+        f"needs one process, and this layout has {processes}": processes > 1,
+        f"does not support {family}, whose experts get another number of tokens in each step": has_experts(model),
+        f'does not support activation_checkpoint.mode = "{mode}"': mode != "none",
+        "does not support activation_checkpoint.offload": config.activation_checkpoint.offload,
+        "does not support document masks (data.reset_attention_mask)": data.reset_attention_mask,
+        "does not support prefixes (data.prefix_lm)": data.prefix_lm,
+        f"does not support heads that predict {' and '.join(heads)}": heads != ["tokens"],
     }
-    for problem, holds in rules.items():
-        require(holds or not config.compile.cudagraphs, "compile.cudagraphs", True, f"{problem}; set it to false")
+    for problem, applies in refusals.items() if config.compile.cudagraphs else ():
+        require(not applies, "compile.cudagraphs", True, f"{problem}; set it to false")
 
 
 def _check_ranks(config: JobConfig, layout: Layout) -> None:
@@ -300,22 +300,25 @@ def _check_lora(config: JobConfig, model: TransformerConfig) -> None:
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
     section, family, learns = config.data, config.model.family, _LEARNS[model.objective]
-    is_chat = section.dataset == "conversations"
-    problem = f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama, moe or decoder"
-    require(not is_chat or model.supports_masks, "data.dataset", "conversations", problem)
-    for key in ("reset_position_ids", "reset_attention_mask") if is_chat else ():
-        problem = "conversations share a sample and must not see each other; set it to true"
-        require(getattr(section, key), f"data.{key}", False, problem)
-    for key, what in (("prefix_lm", "a random prefix"), ("eod_mask_loss", "an end of document before an answer")):
-        problem = f"{what} would take answers out of the loss; set it to false"
-        require(not is_chat or not getattr(section, key), f"data.{key}", True, problem)
-    for key in ("reset_position_ids", "reset_attention_mask", "prefix_lm"):
-        problem = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
-        require(not getattr(section, key) or model.supports_masks, f"data.{key}", True, problem)
-    windows = section.prefix_lm and any(core.window for kind in model.parts.kinds for core in kind.cores)
-    require(not windows, "data.prefix_lm", True, f"{family} has layers with a window, which is causal; leave it out")
-    problem = f"{family} {learns}, never the first token of the next document; leave it out"
-    require(not section.eod_mask_loss or model.is_causal, "data.eod_mask_loss", True, problem)
+    is_chat, only = format_of(section.dataset).is_chat, not model.supports_masks
+    only_whole = f"{family} has only {_ATTENTION[model.objective]} attention over whole samples; leave it out"
+    apart = "conversations share a sample and must not see each other; set it to true"
+    refuse(config,
+        (is_chat and only, "data.dataset",
+         f"{family} {learns} and cannot be fine-tuned on answers; choose gpt, llama, moe or decoder"),
+        (is_chat and not section.reset_position_ids, "data.reset_position_ids", apart),
+        (is_chat and not section.reset_attention_mask, "data.reset_attention_mask", apart),
+        (is_chat and section.prefix_lm, "data.prefix_lm",
+         "a random prefix would take answers out of the loss; set it to false"),
+        (is_chat and section.eod_mask_loss, "data.eod_mask_loss",
+         "an end of document before an answer would take answers out of the loss; set it to false"),
+        (only and section.reset_position_ids, "data.reset_position_ids", only_whole),
+        (only and section.reset_attention_mask, "data.reset_attention_mask", only_whole),
+        (only and section.prefix_lm, "data.prefix_lm", only_whole),
+        (section.prefix_lm and any(core.window for kind in model.parts.kinds for core in kind.cores), "data.prefix_lm",
+         f"{family} has layers with a window, which is causal; leave it out"),
+        (section.eod_mask_loss and not model.is_causal, "data.eod_mask_loss",
+         f"{family} {learns}, never the first token of the next document; leave it out"))  # fmt: skip
     for objective, (example, keys) in _ONLY_FOR.items():
         for key in keys if model.objective != objective else ():
             name, _, field = key.partition(".")
@@ -335,7 +338,7 @@ def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
     problem = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
     require(head != "pair" or objective != "none", "model.overrides.sentence_head", "pair", problem)
     problem = 'race and sentence_head "choice" go together; set model.overrides.sentence_head or data.dataset to that'
-    require((head == "choice") == (dataset == "race"), "data.dataset", dataset, problem)
+    require((head == "choice") == format_of(dataset).has_options, "data.dataset", dataset, problem)
     problem = f"two sentences need {_SHORTEST_PAIR} tokens; use at least that"
     require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, problem)
     problem = f"a question is {NUM_OPTIONS} samples, one per option; use a multiple of {NUM_OPTIONS}"

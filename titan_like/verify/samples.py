@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
+from titan_like.config.entry_points import format_of
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.batch_size import global_batch_size_at
@@ -69,7 +70,7 @@ class Samples(Source):
         if index in self.outer:
             chunk = seq_len // Layout.of(self.config.parallelism).context_chunks
             labels[chunk:-chunk] = IGNORED_LABEL
-        if section.dataset == "conversations":  # they are padded, and say where each conversation begins
+        if format_of(section.dataset).is_chat:  # they are padded, and say where each conversation begins
             size, begins = seq_len - index % 4 * seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
             inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED_LABEL, size

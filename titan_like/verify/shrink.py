@@ -16,8 +16,7 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit
-from titan_like.config.monitoring import Evaluation, Health, Metrics, Profiling
-from titan_like.config.schema import Cluster, Job, JobConfig, Training
+from titan_like.config.schema import JobConfig, Training
 from titan_like.data.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
@@ -31,10 +30,6 @@ from titan_like.train.rules import check_rules
 MOST_PROCESSES = 8
 FLAVOR = "verify"
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 in a block of many kernels
-_LEARNING_RATE = 1e-3
-_MAX_NORM = 0.05  # below the gradient norm of every small run, so that every step is clipped
-_NO_CHECKPOINTS = {"enable": False, "load_step": None, "initial_load_path": None, "folder": None, "keep_latest": 0}
-_NO_CHECKPOINTS |= {"hugging_face_interval": 0}
 _MOST_STAGES = 3  # on each rank
 
 
@@ -102,46 +97,31 @@ def shrink(
     ``full_size`` keeps the sizes of the model, sequences and microbatches; ``keep_layout`` keeps the degrees. The
     model's heads have a size that the kernels for GPUs accept if it runs ``on_gpus``.
     """
-    section, training, model = config.parallelism, config.training, model_config(config.model)
+    training, model = config.training, model_config(config.model)
     degrees = layout if keep_layout else shrink_degrees(layout)
-    stages = len(degrees.stage_ranks)
-    fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
-    method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
     unit = degrees.tensor * degrees.context_chunks  # sequences are multiples of it
-    per_stage = section.pipeline_layers if full_size and keep_layout else None
-    if not full_size:
+    method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
+    fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
+    if full_size:
+        per_stage = config.parallelism.pipeline_layers if keep_layout else None
+    else:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
-        if stages > 1 and model.has_decoder:
-            original = layers_per_stage(config, model, len(layout.stage_ranks))
-            per_stage = two_kinds(original, sum(model.layer_counts[:-1]), stages)
-        for_float8 = config.float8.enable
         groups = degrees.context if method == "ulysses" else 1
-        fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, for_float8)
+        fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, config.float8.enable)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
-        kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
-        fields |= model.with_layers(sum(per_stage) if per_stage else stages + kinds)
-        recur = list(model.layer_kinds) != sorted(model.layer_kinds)
-        if stages > 1 and not model.has_decoder and (recur or section.pipeline_layers):
-            per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
-    has_spans = model.objective == "span_corruption" and not full_size
-    spans = small_spans(config, model, seq_len, unit) if has_spans else {}
+        fields, per_stage = small_layers(config, fields, len(layout.stage_ranks), len(degrees.stage_ranks))
     dropout = fields.get("dropout") if degrees.context == 1 else None
     fields |= {"dropout": 0.0} if "dropout" in fields else {}
     bad_steps = {2: True} if steps < 3 else {2: True, min(steps + 1, 5): False}
     num_steps = steps + len(bad_steps)
-    batch = micro_batch * degrees.data_parallel * shrink_microbatches(training, layout, degrees)
     total = steps + 4  # a signal ends the run before its last step
-    matrix_lr, decay_steps = config.optimizer.matrix_lr, config.lr_scheduler.decay_steps
-    warmup = min(config.lr_scheduler.warmup_steps, 2)
+    batch = micro_batch * degrees.data_parallel * shrink_microbatches(training, layout, degrees)
+    decay_steps = config.lr_scheduler.decay_steps
     if config.lr_scheduler.decay == "wsd":
         decay_steps = total - 2  # here it is the length of the decay
     elif decay_steps is not None:
-        decay_steps = max(warmup + 1, total - 3)  # the decay ends before the run
-    ramps = training.batch_size_rampup is not None
-    ramping = num_steps - 1  # steps with half a batch, so that resumed runs still have some before them
-    samples = (2 * total - ramping if ramps else total) * batch
-    lengths = {"steps": total, "samples": samples, "tokens": samples * seq_len}
+        decay_steps = max(config.lr_scheduler.small().warmup_steps + 1, total - 3)  # the decay ends before the run
     values: dict[str, Any] = {
         "model.from_": None,
         "model.flavor": FLAVOR,
@@ -149,63 +129,82 @@ def shrink(
         "model.overrides": {},
         "training.seq_len": seq_len,
         "training.micro_batch_size": micro_batch,
-        "training.global_batch_size": 2 * batch if ramps else batch,
-        "training.batch_size_rampup": [batch, batch, ramping * batch] if ramps else None,
-        **{f"training.{unit}": n for unit, n in lengths.items() if getattr(training, unit) is not None},
-        **({} if training.epochs is None else {"training.epochs": None, "training.samples": samples}),
-        "training.max_norm": min(config.training.max_norm, _MAX_NORM),
-        "optimizer.lr": _LEARNING_RATE,
-        "optimizer.matrix_lr": matrix_lr and matrix_lr * _LEARNING_RATE / config.optimizer.lr,
-        "optimizer.newton_schulz_dtype": "float32",  # bfloat16 would hide differences
-        # Every update is clipped then. Else rounding may decide whether one is: the biases of keys may have no
-        # gradient but rounding, which a rule may divide by its own size like any other.
-        "optimizer.clip_threshold": min(config.optimizer.clip_threshold, 0.5),
-        "lr_scheduler.warmup_steps": warmup,
+        **small_batches(training, batch, seq_len, total, num_steps - 1),
         "lr_scheduler.decay_steps": decay_steps,
         "parallelism.context_parallel_method": method,
         "parallelism.pipeline_layers": per_stage,
         "compile.cudagraphs": config.compile.cudagraphs and on_gpus,
-        "activation_checkpoint.every_n_layers": min(config.activation_checkpoint.every_n_layers, 2),
-        "data.num_workers": min(config.data.num_workers, 1),
-        "lora.dropout": 0.0,
-        **spans,
     }
+    # Compiling the step with large logits would take as long as all else.
+    longer, long = dict[str, Any]({"compile.enable": False}), min(training.seq_len, _LONG) // unit * unit
     if not full_size:
         values["float8.filter"] = small_filter(config.float8.filter, model.num_layers, fields["num_layers"])
-    sections = {
-        "job": Job(seed=config.job.seed),
-        "evaluation": Evaluation(interval=2, steps=1),  # the held-out samples would fill two batches
-        "checkpoint": config.checkpoint.model_copy(update=_NO_CHECKPOINTS),
-        "metrics": Metrics(log_interval=1, log_format="megatron"),
-        "health": Health(),
-        "profiling": Profiling(),
-        "cluster": Cluster(),
-    }
-    small = in_layout(edit(config.model_copy(update=sections), values), degrees)
-    # Compiling it would take as long as all else.
-    longer, long = dict[str, Any]({"compile.enable": False}), min(training.seq_len, _LONG) // unit * unit
-    if not full_size and long > seq_len:
-        longer |= {"training.seq_len": long, "training.steps": total, "training.samples": None, "training.tokens": None}
-        longer |= {"model.flavors": {FLAVOR: fields | fields_of_length(model, training.seq_len, long, degrees.expert)}}
-        longer |= small_spans(config, model, long, unit) if has_spans else {}
-    sizes = {
-        "processes": (degrees.num_processes, layout.num_processes),
-        "layers": (model_config(small.model).num_layers, model.num_layers),
-        "virtual stages": (degrees.virtual_stages, layout.virtual_stages),
-        "microbatches": (batch // (micro_batch * degrees.data_parallel), num_microbatches(training, layout)),
-        "samples in a microbatch": (micro_batch, training.micro_batch_size),
-        "positions": (longer.get("training.seq_len", seq_len), training.seq_len),
-        "heads": (fields["num_attention_heads"], model.num_attention_heads),
-        "experts": (fields.get("num_experts", 0), getattr(model, "num_experts", 0)),
-        "hidden units": (fields["hidden_size"], model.hidden_size),
-        "tokens of the vocabulary": (fields["vocab_size"], model.vocab_size),
-        "CUDA graphs": (int(small.compile.cudagraphs), int(config.compile.cudagraphs)),
-    }
-    limits = [f"{few} of {many} {name}" for name, (few, many) in sizes.items() if few < many]
+        values |= small_spans(config, model, seq_len, unit)
+        if long > seq_len:
+            lengths = {"seq_len": long, "steps": total, "samples": None, "tokens": None}
+            longer |= {f"training.{key}": value for key, value in lengths.items()}
+            of_length = fields_of_length(model, training.seq_len, long, degrees.expert)
+            longer |= {"model.flavors": {FLAVOR: fields | of_length}} | small_spans(config, model, long, unit)
+    small = in_layout(edit(config.small(), values), degrees)
+    had, kept = sizes_of(config, layout), sizes_of(small, degrees)
+    kept["positions"] = longer.get("training.seq_len", seq_len)
+    limits = [f"{kept[name]} of {size} {name}" for name, size in had.items() if kept[name] < size]
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
     return Small(small, num_steps, bad_steps, dropout, longer, limits, unit_bytes)
+
+
+def small_layers(
+    config: JobConfig, fields: dict[str, Any], original_stages: int, stages: int
+) -> tuple[dict[str, Any], list[int] | None]:
+    """The small model's ``fields`` with few layers, and the layers of each stage if they are not balanced."""
+    model, per_stage = model_config(config.model), None
+    if stages > 1 and model.has_decoder:
+        original = layers_per_stage(config, model, original_stages)
+        per_stage = two_kinds(original, sum(model.layer_counts[:-1]), stages)
+    kinds = len(set(model.layer_kinds))  # with one kind, two layers suffice for one stage
+    fields = fields | model.with_layers(sum(per_stage) if per_stage else stages + kinds)
+    recur = list(model.layer_kinds) != sorted(model.layer_kinds)
+    if stages > 1 and not model.has_decoder and (recur or config.parallelism.pipeline_layers):
+        per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
+    return fields, per_stage
+
+
+def small_batches(training: Training, batch: int, seq_len: int, total: int, ramping: int) -> dict[str, Any]:
+    """Settings of a run of ``total`` steps of ``batch`` samples, in the original's unit of length.
+
+    If the original's batch size ramps up, so does this one's: it doubles after ``ramping`` steps, so that resumed runs
+    still have some before them.
+    """
+    ramps = training.batch_size_rampup is not None
+    samples = (2 * total - ramping if ramps else total) * batch
+    lengths = {"steps": total, "samples": samples, "tokens": samples * seq_len}
+    lengths = {unit: number for unit, number in lengths.items() if getattr(training, unit) is not None}
+    values = {
+        "global_batch_size": 2 * batch if ramps else batch,
+        "batch_size_rampup": [batch, batch, ramping * batch] if ramps else None,
+        **(lengths if training.epochs is None else {"epochs": None, "samples": samples}),
+    }
+    return {f"training.{key}": value for key, value in values.items()}
+
+
+def sizes_of(config: JobConfig, layout: Layout) -> dict[str, int]:
+    """The sizes that a small run may limit."""
+    model, training = model_config(config.model), config.training
+    return {
+        "processes": layout.num_processes,
+        "layers": model.num_layers,
+        "virtual stages": layout.virtual_stages,
+        "microbatches": num_microbatches(training, layout),
+        "samples in a microbatch": training.micro_batch_size,
+        "positions": training.seq_len,
+        "heads": model.num_attention_heads,
+        "experts": getattr(model, "num_experts", 0),
+        "hidden units": model.hidden_size,
+        "tokens of the vocabulary": model.vocab_size,
+        "CUDA graphs": int(config.compile.cudagraphs),
+    }
 
 
 def shrink_degrees(layout: Layout) -> Layout:
@@ -285,10 +284,12 @@ def fields_of_length(model: TransformerConfig, original: int, seq_len: int, expe
 
 
 def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, unit: int) -> dict[str, Any]:
-    """Settings of span corruption that leave several spans in a small sample.
+    """Settings of span corruption, if the model learns it, that leave several spans in a small sample.
 
     The decoder's input is filled up if the original's is, or to a multiple of ``unit``.
     """
+    if model.objective != "span_corruption":
+        return {}
     values = {"training.seq_len": seq_len, "data.noise_density": 0.3, "data.mean_noise_span_length": 1.8}
     small = edit(config, values | {"training.decoder_seq_len": 0})
     had, needed = sample_length(config, model), sample_length(small, model).decoder

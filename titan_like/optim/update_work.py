@@ -1,0 +1,116 @@
+"""The work of an optimizer's update, counted while it updates one large matrix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from titan_like.config.schema import Optimizer as OptimizerSection
+from titan_like.torch_private import TorchDispatchMode, schema_of, tree_leaves
+
+_GEMMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+# Sides of the counted matrix. It has more elements than a block of AdamW, whose scratch stays in caches.
+_SHORT, _LONG = 1 << 4, 1 << 15
+
+Gemm = tuple[int, int, int]  # (m, n, k) of [m, k] · [k, n]
+
+
+class UpdateWork(NamedTuple):
+    """The work of an update. Bytes are per element, read and written, in float32."""
+
+    traffic: float = 28  # fused AdamW reads weight, gradient and moments, and writes all but the gradient
+    matrix_traffic: float = 0  # in addition, for matrices inside layers
+    matrix_gemms: tuple[tuple[Gemm, int], ...] = ()  # GEMM → calls, for a matrix [_SHORT, _LONG] inside layers
+    gemm_dtype: str = "float32"
+
+    def gemms(self, rows: int, columns: int) -> Counter[Gemm]:
+        """The number of calls of each GEMM in an update of a matrix inside layers."""
+        sides, gemms = {_SHORT: min(rows, columns), _LONG: max(rows, columns)}, Counter[Gemm]()
+        for (m, n, k), calls in self.matrix_gemms:
+            gemms[sides.get(m, m), sides.get(n, n), sides.get(k, k)] += calls
+        return gemms
+
+
+ADAMW_WORK = UpdateWork()
+
+
+def update_work(section: OptimizerSection) -> UpdateWork:
+    """The work of an update by the run's optimizer, whether built in or of another package.
+
+    Bytes are those of operands as large as the parameter, in float32, GEMMs' apart. Decompositions of matrices count
+    as if they only read and wrote them. Fused AdamW's work is known: counting it would import torch's compiler.
+
+    Raises:
+        ConfigError: as `build_optimizer`.
+    """
+    if section.name == "adamw" and section.implementation == "fused":
+        return ADAMW_WORK
+    on_gpus = section.model_copy(update={"newton_schulz_dtype": section.newton_schulz_dtype or "bfloat16"})
+    return _update_work(on_gpus.model_dump_json())
+
+
+@lru_cache(maxsize=64)
+def _update_work(section: str) -> UpdateWork:
+    rule, shape = OptimizerSection.model_validate_json(section), (_SHORT, _LONG)
+    layer, table = (updated(name, shape, rule)[2] for name in ("layers.0", "table"))
+    traffic, matrix_traffic = (counted.nbytes / (_SHORT * _LONG) for counted in (table, layer))
+    return UpdateWork(traffic, matrix_traffic - traffic, tuple(layer.gemms.items()), layer.gemm_dtype)
+
+
+def updated(
+    name: str, shape: tuple[int, ...], section: OptimizerSection, matrices: int = 1
+) -> tuple[torch.optim.Optimizer, torch.nn.Parameter, UpdateCounter]:
+    """An optimizer that has updated one parameter, a stack of ``matrices``, twice, and what the second update took."""
+    from titan_like.optim.optimizer import Gradients, build_optimizer, update  # imports DTensor, for 0.5 s
+
+    parameter, first, second = torch.nn.Parameter(torch.zeros(shape)), UpdateCounter(), UpdateCounter()
+    parameter.num_matrices = matrices  # type: ignore[attr-defined]
+    optimizer, gradients = build_optimizer([(name, parameter)], section), Gradients([parameter])
+    clip, skip = torch.ones((), dtype=torch.float64), torch.tensor(False)
+    for counter in (first, second):  # the first update creates the state
+        parameter.grad = torch.zeros_like(parameter)
+        with counter:
+            update(optimizer, gradients, section.lr, clip, skip)
+    return optimizer, parameter, second
+
+
+class UpdateCounter(TorchDispatchMode):
+    """Counts bytes that operators read and write, of tensors as large as the matrix, and GEMMs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.gemms = Counter[Gemm]()
+        self.gemm_dtype = "float32"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, schema = func(*args, **(kwargs or {})), schema_of(func)
+        if schema.name in _GEMMS:
+            a, b = [value for value in args if isinstance(value, torch.Tensor)][-2:]
+            self.gemms[a.shape[-2], b.shape[-1], a.shape[-1]] += len(a) if a.ndim == 3 else 1
+            self.gemm_dtype = str(a.dtype).removeprefix("torch.")
+            return result
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors(list(given.values()))}
+        created = [tensor for tensor in _tensors(result) if tensor.untyped_storage().data_ptr() not in inputs]
+        if "empty" in schema.name or not (created or schema.is_mutable):  # a view
+            return result
+        self._add(created)
+        is_factory = "::new_" in schema.name or schema.name.endswith("_like")  # it reads no element
+        for argument in schema.arguments if not is_factory else ():
+            # Schemas of fused kernels let them write gradients, which they do only to unscale them.
+            writes = argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+            reads = argument.name != "out" and not (writes and schema.name.endswith("copy_"))
+            self._add(_tensors(given.get(argument.name)) * (reads + writes))
+        return result
+
+    def _add(self, tensors: list[torch.Tensor]) -> None:
+        large = [tensor for tensor in tensors if len(tensor.untyped_storage()) >= _SHORT * _LONG * tensor.itemsize]
+        self.nbytes += sum(tensor.nbytes for tensor in large)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
