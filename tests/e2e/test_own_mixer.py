@@ -28,14 +28,15 @@ from titan_like.verify.verify import Verifier
 __all__ = ["home"]
 HYBRID = ["--job.config_file=qwen3.toml", *SMALL, "--model.family=hybrid"]
 MAPPING = """
-from titan_like.models.hugging_face import fused, linear, read_fields, validated, whole, written_fields
+from titan_like.models.fields import read_fields, renamed, write_fields
+from titan_like.models.hugging_face import fused, linear, validated, whole
 from my_models.hybrid.config import HybridConfig
 
 MODEL_TYPE, ARCHITECTURE, PREFIX = "hybrid", "HybridForCausalLM", "model."
 FIELDS = tuple(
-    (name, name, None)
+    renamed(name, name, int)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size", "max_seq_len")
-) + (("tied_embeddings", "tie_word_embeddings", False),)
+) + (renamed("tied_embeddings", "tie_word_embeddings", False),)
 
 def stored_parameters(config):
     hidden, ffn, table = config.hidden_size, config.ffn_hidden_size, (config.padded_vocab_size, config.hidden_size)
@@ -58,7 +59,7 @@ def stored_parameters(config):
     yield whole("output.weight", "lm_head.weight", table, config.vocab_size)
 
 def to_fields(config):
-    return {"model_type": MODEL_TYPE, **written_fields(config, FIELDS, ARCHITECTURE)}
+    return {"model_type": MODEL_TYPE, **write_fields(config, FIELDS)}
 
 def from_fields(fields):
     kinds = {"linear": {"mixer": "linear", "rope_theta": 0.0, "options": {"head_size": 32}}}
@@ -82,6 +83,11 @@ def test_a_hybrid_trains_and_is_exported_by_its_own_mapping(home: Path, monkeypa
     assert len(losses) == 4 and losses[-1] < losses[0]
     succeeded(home, "scripts/convert.py", "to-hf", "--checkpoint=outputs/checkpoint", "--output=hybrid_hf")
     succeeded(home, "scripts/convert.py", "from-hf", "--input=hybrid_hf", "--output=hybrid_again")
+    mapping = home / "my_models" / "hybrid" / "hugging_face.py"
+    mapping.rename(mapping.with_suffix(".away"))
+    done = run(home, "scripts/convert.py", "to-hf", "--checkpoint=outputs/checkpoint", "--output=none")
+    mapping.with_suffix(".away").rename(mapping)
+    assert done.returncode == 2 and "no class of transformers has the mixer linear" in done.stderr, done.stderr
     monkeypatch.syspath_prepend(home)
     tokens = torch.randint(257, (2, 64), generator=torch.Generator().manual_seed(1))
     models = [load(home / name, device="cpu")[0].double() for name in ("outputs", "hybrid_again")]

@@ -73,6 +73,11 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
     Raises:
         RefusedError: there is none. The message names what the nearest one lacks.
     """
+    for kind in config.kinds.values():
+        if kind.mixer not in ("", config.softmax_mixer):
+            raise RefusedError(
+                f"no class of transformers has the mixer {kind.mixer}; write the family's hugging_face.py"
+            )
     nearest: tuple[int, str] | None = None
     for row in sorted(CLASSES, key=lambda row: model_type not in row.model_types):
         lacking = _lacks(config, row)
