@@ -179,6 +179,16 @@ def test_conversations_in_a_table_are_those_of_json_lines(tmp_path: Path) -> Non
     assert len(prints) == 1
 
 
+def test_a_table_of_words_is_one_wherever_its_columns_are_read(tmp_path: Path) -> None:
+    """By the same columns, those who list files and those who read them tell a table from a list of words."""
+    (tmp_path / "a.txt").write_text("prompt,answer\nsun,warm\nmoon,cold\n")
+    section = Data(dataset="conversations", paths=[str(tmp_path / "a.txt")], split="1,0,0")
+    assert len(open_source(DataRequest(section, "train", 64, 0, 257, tmp_path / "cache"))) == 1
+    assert len(find_shards(section.paths, column="answer")[0]) == 1
+    with pytest.raises(ConfigError, match="holds text"):
+        find_shards(section.paths)
+
+
 def test_what_a_table_or_json_lacks_is_one_sentence(tmp_path: Path) -> None:
     """Each of these was one document of raw text, or is of no use as records."""
     unfit = {

@@ -29,6 +29,7 @@ from titan_like.data.raw_text import (
     KNOWN_ENDINGS,
     RECORD_ENDINGS,
     TABLE_ENDINGS,
+    Key,
     UnreadableError,
     ending_of,
     kind_of,
@@ -41,11 +42,11 @@ _METADATA = re.compile(r"\..*|(config|dataset_infos?|dataset_dict|state)\.json|c
 _MOST_NAMED = 6  # files in a line of the log
 
 
-def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train") -> list[Path]:
+def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train", columns: Key = ()) -> list[Path]:
     """The files that paths mean, each once; from folders with several splits, the files of ``split``.
 
     Raises a `ConfigError` about the setting ``key`` if a path means no file, or one that cannot be read, or that holds
-    text where ``no_text`` says what is wrong with that.
+    text where ``no_text`` says what is wrong with that. ``columns`` are those to read, as for `kind_of`.
     """
     files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS, split)
     for path in files:
@@ -53,7 +54,7 @@ def find_files(paths: list[str], key: str, no_text: str = "", split: str = "trai
         require(problem is None, key, str(path), f"{problem}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
         try:
-            is_text = kind_of(path) == "text"
+            is_text = kind_of(path, columns) == "text"
         except UnreadableError as error:
             raise ConfigError(key, str(path), str(error)) from None
         require(not (no_text and is_text), key, str(path), no_text)

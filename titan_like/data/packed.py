@@ -28,7 +28,7 @@ from titan_like.config.errors import ConfigError, cure_of_writing, require
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat import read_template
-from titan_like.data.chat_records import RESERVED
+from titan_like.data.chat_records import RECORD_KEYS, RESERVED
 from titan_like.data.fetch import source_name
 from titan_like.data.files import find_files
 from titan_like.data.indexed import IndexedDataset, StoredTokens
@@ -236,6 +236,7 @@ def corpus_files(section: Data) -> list[Path]:
         problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
         require(section.paths, "data.paths", None, problem)
         no_text = f"conversations are records of {', '.join((*RECORD_ENDINGS[:3], '.csv'))} files; write it as one"
-        files = find_files(section.paths, "data.paths", no_text if data_format.is_chat else "", section.read_split)
+        no_text = no_text if data_format.is_chat else ""
+        files = find_files(section.paths, "data.paths", no_text, section.read_split, RECORD_KEYS)
         names = {path: source_name(path) for path in files}
     return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(names[path])).digest())

@@ -61,7 +61,7 @@ class HubShard:
 Shard = LocalShard | HubShard  # a sequence of records that is read on its own
 
 
-def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], str]:
+def find_shards(paths: list[str], split: str = "train", column: str = "text") -> tuple[list[Shard], str]:
     """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of what they are."""
     require(paths, "data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
     shards: dict[str, Shard] = {}
@@ -74,7 +74,8 @@ def find_shards(paths: list[str], split: str = "train") -> tuple[list[Shard], st
             shards |= {shard.name: shard for shard in hub_shards}
         else:
             require(named_paths(path), "data.paths", path, _NOTHING)
-            shards |= {str(file): LocalShard(str(file)) for file in find_files([path], "data.paths", _NO_TEXT, split)}
+            files = find_files([path], "data.paths", _NO_TEXT, split, column)
+            shards |= {str(file): LocalShard(str(file)) for file in files}
     local = [Path(shard.name) for shard in shards.values() if isinstance(shard, LocalShard)]
     identity += [(file.name, file.stat().st_size) for file in local]
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=16)

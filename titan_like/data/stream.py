@@ -56,7 +56,7 @@ class StreamSource(Source):
         section = request.section
         self._weights = split_weights(section.split)
         self.tokenizer = tokenizer_of(section, request.vocab_size)
-        self.shards, self._content = find_shards(section.paths, section.read_split)
+        self.shards, self._content = find_shards(section.paths, section.read_split, section.text_key)
         self._states: dict[str, list[int]] = {}  # where each reader goes on, as far as this process knows
         # By process and number: a copy in a worker of the loader must not move its parent's open files.
         self._readers: dict[tuple[int, int], Reader] = {}

@@ -90,7 +90,7 @@ def read_file(path: Path) -> str | list[tuple[int, str]]:
         UnreadableError: the file is damaged or not UTF-8, or a record has no text.
     """
     texts = [record for piece, _ in read_pieces(path, _KEY) for record in texts_of(piece, _KEY)]
-    has_records = kind_of(path) != "text"
+    has_records = kind_of(path, _KEY) != "text"
     for number, text in texts:
         if isinstance(text, BadRecord):
             of_record = f"cannot be used because of record {number} ({text}); correct it"
