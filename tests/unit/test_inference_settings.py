@@ -178,6 +178,8 @@ HARNESS_ONLY = {
     "--lm_eval=": '--lm_eval = "": names no task',
     "--lm_eval_folder .": '--lm_eval_folder = ".": is for --lm_eval only',
     "--lm_eval a --lm_eval_folder ./none": '--lm_eval_folder = "./none": is not a folder',
+    "--lm_eval a --apply_chat_template=": '--apply_chat_template = "": names no chat template',
+    "--lm_eval a --fewshot_as_multiturn yes": '--fewshot_as_multiturn = "true": turns are for --apply_chat_template',
 }
 
 

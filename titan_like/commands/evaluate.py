@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_like.config import load_config
-from titan_like.config.errors import require
+from titan_like.config.errors import boolean_of, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.config.paths import check_folder
@@ -59,11 +59,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--apply_chat_template", nargs="?", const=True, metavar="NAME", help=meaning)
     parser.add_argument("--system_instruction", metavar="TEXT", help="begins every prompt of --lm_eval")
     meaning = "examples are earlier turns of the conversation (default: true with --apply_chat_template)"
-    parser.add_argument("--fewshot_as_multiturn", type=str.lower, nargs="?", choices=_BOOL, const="true", help=meaning)
+    parser.add_argument("--fewshot_as_multiturn", type=_boolean, nargs="?", choices=_BOOL, const="true", help=meaning)
     meaning = "let tasks of --lm_eval run what the model writes, on this machine"
     parser.add_argument("--confirm_run_unsafe_code", action="store_true", default=None, help=meaning)
     parser.add_number("--seed", int, least=0, help="seed of all that --lm_eval draws, as of lm-eval (default: its own)")
     return parser
+
+
+def _boolean(text: str) -> str:
+    return boolean_of(text) or text
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -74,6 +78,8 @@ def check_options(options: argparse.Namespace) -> None:
     for name in (*_OF_HARNESS, "lm_eval_folder", "seed"):
         value = getattr(options, name)
         require(value is None or options.lm_eval, f"--{name}", value, "is for --lm_eval only; add that or leave it out")
+    problem = "names no chat template; without a name it is the tokenizer's own"
+    require(options.apply_chat_template != "", "--apply_chat_template", "", problem)
     if (turns := options.fewshot_as_multiturn) is not None:
         problem = "turns are for --apply_chat_template; add that, or leave it out"
         require(turns == "false" or options.apply_chat_template, "--fewshot_as_multiturn", turns, problem)
