@@ -152,6 +152,7 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsy
     assert type(loaded) is type(theirs) and torch.equal(loaded.eval()(tokens).logits, expected)
     fields = json.loads((tmp_path / "back/config.json").read_text())
     assert fields["eos_token_id"] == [1, 106] and fields["vision_config"]["image_size"] == 28
+    assert fields.keys() - json.loads((tmp_path / "hf/config.json").read_text()).keys() <= {"torch_dtype"}
     to_hugging_face(weights, tmp_path / "half", torch.bfloat16, 10**9, "none")
     half = files_of(tmp_path / "half")
     kinds = {name.partition(".")[0]: tensor.dtype for name, tensor in half.items()}

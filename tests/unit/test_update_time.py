@@ -142,6 +142,22 @@ def test_an_optimizer_of_another_package_is_counted(monkeypatch: pytest.MonkeyPa
     assert (work.traffic, work.gemm_dtype) == (8 + 12, "float32")
 
 
+def squares(groups: Any, section: Optimizer) -> torch.optim.Optimizer:
+    class Squares(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for weight in self.param_groups[0]["params"]:
+                assert max(weight.shape) <= 1024, "decomposing a square matrix of this side takes minutes"
+                weight.add_(weight.grad @ torch.linalg.eigh(torch.eye(weight.shape[1]))[1])
+
+    return Squares(groups, section.lr)
+
+
+def test_a_rule_that_decomposes_a_square_matrix_of_a_side_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "squares", f"{__name__}:squares")
+    assert update_work(Optimizer(name="squares")).gemms(30, 70) == {(30, 70, 70): 1}
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(48, 96), (96, 48), (64, 64)])
 def test_flops_of_muon(rows: int, columns: int) -> None:
     counter, section = FlopCounterMode(display=False), Optimizer(name="muon")

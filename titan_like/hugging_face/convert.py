@@ -246,7 +246,8 @@ def _config(
     source: dict[str, Any], fields: dict[str, Any], tokens: dict[str, Any], dtype: torch.dtype, architecture: str
 ) -> dict[str, Any]:
     """config.json: fields that describe the model, and any others that an imported checkpoint came with."""
-    kept = {"bos_token_id": None, "eos_token_id": None, **source}
+    # Against defaults of language models' classes.
+    kept = ({} if "text_config" in source else {"bos_token_id": None, "eos_token_id": None}) | source
     text = kept.get("text_config")
     if isinstance(text, dict):  # what is around the text's model stays behind
         kept = text | {name: value for name, value in kept.items() if name.endswith("token_id") and value is not None}

@@ -12,8 +12,9 @@ from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.torch_private import TorchDispatchMode, schema_of, tree_leaves
 
 _GEMMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
-# Sides of the counted matrix. It has more elements than a block of AdamW, whose scratch stays in caches.
-_SHORT, _LONG = 1 << 4, 1 << 15
+# Sides of the counted matrix. It has more elements than a block of AdamW, whose scratch stays in caches. Rules with
+# a square matrix for each side, as Shampoo, update it within seconds.
+_SHORT, _LONG = 1 << 9, 1 << 10
 
 Gemm = tuple[int, int, int]  # (m, n, k) of [m, k] · [k, n]
 
