@@ -200,6 +200,11 @@ class TransformerConfig(BaseModel):
         return {}
 
     @property
+    def named_classes(self) -> tuple[type, ...]:
+        """Classes that fields name, of other packages, perhaps; what the model computes depends on their code."""
+        return ()
+
+    @property
     def parts(self) -> Parts:
         """Sizes of the layers and of the two ends, counted in the family's own modules."""
         from titan_like.models.parts import parts_of

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from titan_like.config.entry_points import MIXERS, find_entry, load_entry
+from titan_like.config.errors import require
 from titan_like.models.config import RopeScaling, Scaling, WithExperts, WithHeadSize
 
 if TYPE_CHECKING:
@@ -202,7 +203,18 @@ class DecoderConfig(WithHeadSize, WithExperts):
         """The mixer of the kind of this name."""
         layers = self.kind(kind)
         name = layers.mixer or self.softmax_mixer
-        return load_entry("mixer", find_entry("mixer", name)).model_validate(layers.options)
+        entry = find_entry("mixer", name)
+        mixer = load_entry("mixer", entry)
+        from titan_like.models.decoder.mixers import Mixer  # which imports torch
+
+        is_mixer = isinstance(mixer, type) and issubclass(mixer, Mixer)
+        require(is_mixer, "mixer", name, f"{entry.value} is not a subclass of titan_like.models.decoder.mixers.Mixer")
+        return mixer.model_validate(layers.options)
+
+    @property
+    def named_classes(self) -> tuple[type, ...]:
+        """The mixers."""
+        return tuple(type(self.mixer_of(name)) for name, kind in self.kinds.items() if kind.mixer)
 
     @property
     def supports_masks(self) -> bool:  # type: ignore[override]

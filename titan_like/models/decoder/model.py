@@ -101,9 +101,11 @@ class Decoder(Transformer):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        if config.kv_lora_rank:
-            self.residual_outputs = ("heads.proj", "down")
         self.layers.update({str(i): self.new_layer(i) for i in range(len(config.layer_kinds))})
+        if config.kv_lora_rank:  # a package's mixer has the other name
+            names = [name for name, _ in self.layers.named_modules()]
+            outputs = [end for end in ("heads.proj", "attention.proj") if any(name.endswith(end) for name in names)]
+            self.residual_outputs = (*outputs, "down")
         self.kinds_of_layers = {name: config.kind_of(int(name)) for name in self.layers}
         self.norm = norm_of(config)
         self.token_loss = TokenLoss(config.vocab_size, config.padded_vocab_size, config.final_softcap)

@@ -60,8 +60,8 @@ class TraceKey(NamedTuple):
     @property
     def file_name(self) -> str:
         """The name under which the trace is kept. It changes with the code that the trace runs, and with torch."""
-        kind, rest = type(self.model), self._replace(model=None)  # type: ignore[arg-type]
-        described = f"{kind.__module__} {self.model.model_dump_json()} {tuple(rest)} {torch.__version__} {_code(kind)}"
+        classes, rest = (type(self.model), *self.model.named_classes), self._replace(model=None)  # type: ignore[arg-type]
+        described = f"{classes} {self.model.model_dump_json()} {tuple(rest)} {torch.__version__} {_code(*classes)}"
         return f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
 
 
@@ -79,14 +79,16 @@ def _known(model: TransformerConfig) -> TransformerConfig:
 
 
 @cache
-def _code(family: type[TransformerConfig]) -> str:
-    """Hash of the code that a trace of this family runs."""
-    root, package = Path(titan_like.__file__).parent, Path(inspect.getfile(family)).parent
+def _code(*classes: type) -> str:
+    """Hash of the code that a trace runs with these classes, a family's and those that its fields name."""
+    root = Path(titan_like.__file__).parent
     names = "models", "parallel", "config", "torch_private"
     folders = [*(root / name for name in names), Path(__file__).parent]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-    if not package.is_relative_to(root):
-        files += sorted(package.rglob("*.py"))
+    for kind in classes:
+        file = Path(inspect.getfile(kind))
+        if not file.is_relative_to(root):
+            files += sorted(file.parent.rglob("*.py")) if "." in kind.__module__ else [file]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
