@@ -50,7 +50,7 @@ GPT2 = [
 def access(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Time and state of random access, through the classes that training uses; no tokens are read."""
     from titan_like.config.schema import Data
-    from titan_like.data.blend import BlendedSource
+    from titan_like.data.loading.blend import BlendedSource
     from titan_like.data.source import DataRequest, Source
 
     class Positions(Source):
@@ -100,7 +100,7 @@ def index(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Time, files and memory until the first sample is known, of both."""
     import numpy as np
 
-    from titan_like.data.indexed import DTYPES, write_index
+    from titan_like.data.readers.indexed import DTYPES, write_index
 
     lengths = np.random.default_rng(0).integers(1, 200, options.sized(10_000_000), np.int32)
     write_index(folder / "corpus.idx", DTYPES[8], lengths, range(len(lengths) + 1))
@@ -136,7 +136,7 @@ def index_worker(name: str, folder: Path) -> None:
 
 def _open_titan_like(folder: Path) -> Iterator[Any]:
     from titan_like.config.schema import Data
-    from titan_like.data.open_source import open_source
+    from titan_like.data.loading.open_source import open_source
     from titan_like.data.source import DataRequest
 
     yield
@@ -188,7 +188,7 @@ def blend_of(folder: Path, vocab_size: int) -> list[str | float]:
     """`data.paths` of a blend of two datasets of random tokens, 32 million in all."""
     import numpy as np
 
-    from titan_like.data.indexed import DTYPES, IndexedWriter
+    from titan_like.data.readers.indexed import DTYPES, IndexedWriter
 
     generator = np.random.default_rng(0)
     for name, documents in (("a", 24_000), ("b", 8_000)):
@@ -204,8 +204,8 @@ def loader(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
     from titan_like.config.schema import Data
-    from titan_like.data.loader import BackgroundLoader, GlobalSampler
-    from titan_like.data.open_source import open_source
+    from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+    from titan_like.data.loading.open_source import open_source
     from titan_like.data.source import DataRequest
 
     section = Data(dataset="indexed", paths=blend_of(folder, 50257))
@@ -237,8 +237,8 @@ def sources(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
     from titan_like.config.schema import Data
-    from titan_like.data.loader import BackgroundLoader, GlobalSampler
-    from titan_like.data.open_source import open_source
+    from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+    from titan_like.data.loading.open_source import open_source
     from titan_like.data.source import DataRequest
 
     text, tokenizer = text_of(options, folder, 50 * options.scale)

@@ -103,7 +103,7 @@ def bare_seconds(path: Path, tokenizer: str, processes: int) -> float:
 
 
 def _bare_loop(path: Path, name: str, number: int, processes: int, barrier: Any) -> None:
-    from titan_like.data.tokenizer import build_tokenizer
+    from titan_like.data.text.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(name).tokenizer
     batches, size = [[]], 0  # type: list[list[str]], int

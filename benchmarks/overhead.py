@@ -209,7 +209,7 @@ def samples(run: Any) -> Any:
     """The samples that train.py consumes in this run, int64 [samples, 2, seq]: inputs and labels."""
     import torch
 
-    from titan_like.data.batch_size import total_samples
+    from titan_like.data.loading.batch_size import total_samples
 
     dataset = run.datasets["train"]
     return torch.stack([torch.stack(dataset[i][:2]) for i in range(total_samples(run.config.training))])

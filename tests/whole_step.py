@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from titan_like.config.schema import JobConfig
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.models import parts
 from titan_like.models.config import TransformerConfig
 from titan_like.optim import adamw

@@ -21,7 +21,7 @@ from tests.unit.hugging_face_cases import gpt_config, llama_config, random_model
 from titan_like.commands import convert, evaluate
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_parallel_model
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import Window, ending_window, sliding_windows

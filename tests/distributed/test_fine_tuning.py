@@ -15,7 +15,7 @@ from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, 
 from tests.unit.plain_loop import plain_adamw
 from tests.unit.template_cases import PUBLISHED, save_published
 from titan_like.config import load_config
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import generate, stop_ids
 from titan_like.train.rules import resolve_settings

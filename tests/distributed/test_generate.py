@@ -10,7 +10,7 @@ from tests.distributed.launch import base_config, collect
 from tests.distributed.layouts import pipeline, tensor, zero
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.evaluate.inference import ParallelInference, find_checkpoint, load_for_inference, load_parallel_model
 from titan_like.evaluate.sampling import generate
 from titan_like.parallel.mesh import build_mesh

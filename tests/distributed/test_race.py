@@ -12,8 +12,8 @@ from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from tests.float64 import bound
 from tests.unit.hugging_face_cases import bert_config, random_model, reference_of, save_checkpoint
 from tests.unit.race_cases import VOCABULARY, scores_of_transformers, write_race
-from titan_like.data.race import read_questions
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.objectives.race import read_questions
+from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_parallel_model
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import TextSettings

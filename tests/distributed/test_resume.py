@@ -13,7 +13,7 @@ from tests.e2e.jobs import records
 from tests.float64 import bound
 from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.config.errors import RunError
-from titan_like.data.open_source import go_on, open_data, phases_of
+from titan_like.data.loading.open_source import go_on, open_data, phases_of
 from titan_like.train.job import process_group
 from titan_like.train.trainer import Trainer
 from titan_like.verify.dropout import recorded_draws

@@ -20,7 +20,7 @@ from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.step_folders import begin_checkpoint, checkpoint_path, complete_steps, sweep
 from titan_like.config import ConfigError, load_config
 from titan_like.config.urls import RemotePath, path_of
-from titan_like.data.fetch import local_paths
+from titan_like.data.readers.fetch import local_paths
 from titan_like.models.registry import model_config
 from titan_like.train.initial_weights import check_initial_weights
 

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.jobs import REPO, ForkedJob, kill, records, short, steps
 from tests.e2e.scripts import Script
 from tests.float64 import bound
-from titan_like.data.indexed import DTYPES, IndexedWriter
+from titan_like.data.readers.indexed import DTYPES, IndexedWriter
 
 ENDLESS = 100_000
 SETTINGS = [

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from tests.e2e.jobs import records, train_on
 from tests.float64 import bound
 from titan_like.config import load_config
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_for_inference
 from titan_like.models.batch import Batch
 

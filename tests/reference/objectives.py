@@ -12,7 +12,7 @@ import torch
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.sentence_pairs import Samples
+from titan_like.data.objectives.sentence_pairs import Samples
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import model_config

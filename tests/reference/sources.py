@@ -19,15 +19,16 @@ import torch
 from tests.reference.objectives import lists_of
 from titan_like.config.entry_points import load_entry
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data import blend, raw_text, shards
 from titan_like.data.batch import Batch
-from titan_like.data.indexed import IndexedDataset
-from titan_like.data.lengths import sample_length
-from titan_like.data.packed import corpus_folder, corpus_job
-from titan_like.data.permutation import Permutation
+from titan_like.data.loading import blend
+from titan_like.data.loading.lengths import sample_length
+from titan_like.data.loading.permutation import Permutation
+from titan_like.data.readers import raw_text, shards
+from titan_like.data.readers.indexed import IndexedDataset
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.tokenizer import ByteTokenizer, tokenizer_of
+from titan_like.data.text.packed import corpus_folder, corpus_job
+from titan_like.data.text.tokenizer import ByteTokenizer, tokenizer_of
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import TokenIds
 

@@ -24,12 +24,14 @@ from titan_like.config import load_config
 from titan_like.config.entry_points import DATASETS
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data import blend, preprocess, raw_text, shards
 from titan_like.data.batch import Batch
-from titan_like.data.indexed import DTYPES, IndexedWriter
-from titan_like.data.loader import BackgroundLoader, GlobalSampler, State, merge_states
-from titan_like.data.masks import Masks
+from titan_like.data.loading import blend
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler, State, merge_states
+from titan_like.data.objectives.masks import Masks
+from titan_like.data.readers import raw_text, shards
+from titan_like.data.readers.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source
+from titan_like.data.text import preprocess
 from titan_like.models.registry import model_config
 from titan_like.train.setup import open_run_data
 from titan_like.verify.processes import Prepare

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from titan_like.data.race import Question
+from titan_like.data.objectives.race import Question
 
 WORDS = [f"w{number}" for number in range(12)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "which", "?", *WORDS]

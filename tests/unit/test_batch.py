@@ -10,7 +10,7 @@ import torch
 from tests.unit.plain_loop import prepared, run_settings
 from titan_like.config.errors import RunError
 from titan_like.data.batch import Batch, collate, map_tensors
-from titan_like.data.packed import PackedDataset
+from titan_like.data.text.packed import PackedDataset
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.context import CPShard

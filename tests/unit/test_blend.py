@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.config.schema import Data
-from titan_like.data.blend import BLOCK, Blend, Phase
-from titan_like.data.indexed import IndexedWriter
-from titan_like.data.open_source import go_on, open_source, phases_of
+from titan_like.data.loading.blend import BLOCK, Blend, Phase
+from titan_like.data.loading.open_source import go_on, open_source, phases_of
+from titan_like.data.readers.indexed import IndexedWriter
 from titan_like.data.source import DataRequest, Source
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer
 
 PERIOD = 4096 * BLOCK
 WEIGHTS = {"halves": [1, 1], "thirds": [1, 1, 1], "uneven": [0.5, 0.3, 0.2], "tiny": [1.0, 1e-5, 3e-7], "one": [2.5]}

@@ -13,10 +13,10 @@ from tests.unit.chat_cases import CHATML, GENERATION, TOOLS, save_tokenizer, wri
 from tests.unit.template_cases import PUBLISHED, QWEN_PROMPT, Message, RefusedError, save_published
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
-from titan_like.data.chat import Chat
-from titan_like.data.packed import corpus_job
-from titan_like.data.preprocess import tokenize_files
-from titan_like.data.raw_text import BadRecord
+from titan_like.data.chat.template import Chat
+from titan_like.data.readers.raw_text import BadRecord
+from titan_like.data.text.packed import corpus_job
+from titan_like.data.text.preprocess import tokenize_files
 
 
 def say(role: str, content: str | None = None, learn: bool | None = None, **fields: Any) -> Message:

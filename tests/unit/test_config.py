@@ -20,7 +20,7 @@ from titan_like.config import ConfigError, JobConfig, load, load_config, synonym
 from titan_like.config.entry_points import names_of
 from titan_like.config.load import format_help, run_command, setting
 from titan_like.config.section import options_of
-from titan_like.data.batch_size import total_steps
+from titan_like.data.loading.batch_size import total_steps
 from titan_like.models.registry import config_class
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import resolve_settings

@@ -16,12 +16,15 @@ from titan_like.config import ConfigError
 from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
-from titan_like.data import long_text, preprocess, raw_text
 from titan_like.data.batch import Batch
-from titan_like.data.indexed import StoredTokens
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.open_source import open_source
-from titan_like.data.packed import (
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loading.open_source import open_source
+from titan_like.data.readers import raw_text
+from titan_like.data.readers.indexed import StoredTokens
+from titan_like.data.registry import find_dataset
+from titan_like.data.source import SPLITS, DataRequest, Source
+from titan_like.data.text import long_text, preprocess
+from titan_like.data.text.packed import (
     PackedDataset,
     TextSource,
     corpus_files,
@@ -30,9 +33,7 @@ from titan_like.data.packed import (
     split_weights,
     token_fingerprint,
 )
-from titan_like.data.registry import find_dataset
-from titan_like.data.source import SPLITS, DataRequest, Source
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer
 
 EOD = ByteTokenizer.eod_id
 

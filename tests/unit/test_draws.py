@@ -17,11 +17,11 @@ from tests.reference.objectives import sample_of
 from titan_like.config import load_config
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
-from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.masks import prefix_ends
+from titan_like.data.objectives.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.objectives.masks import prefix_ends
+from titan_like.data.objectives.span_corruption import noise_mask
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.span_corruption import noise_mask
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import ids_of_samples, masks_of_run, training_samples
 from titan_like.verify.shrink import resolve, shrink

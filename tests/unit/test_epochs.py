@@ -9,7 +9,7 @@ import pytest
 from tests.unit.test_resumed_length import config_of, cosine, go_back, lines_of_changes, train
 from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import ConfigError, load_config
-from titan_like.data import open_source
+from titan_like.data.loading import open_source
 from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import dry_run
 from titan_like.planner.dry_run_page import format_dry_run

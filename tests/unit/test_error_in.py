@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.verify import processes
 from titan_like.verify.processes import error_in
 
@@ -47,7 +47,7 @@ def test_the_place_is_the_innermost_line_of_the_package() -> None:
     told = error_in(text)
     assert told.startswith("AttributeError: 'NoneType' object has no attribute")
     file, _, line = told.rpartition(" (")[2].removesuffix(")").rpartition(":")
-    assert file == "titan_like/data/lengths.py"
+    assert file == "titan_like/data/loading/lengths.py"
     source = Path(processes.__file__).parents[2] / file
     assert source.read_text().splitlines()[int(line) - 1].strip() in text
 

@@ -16,8 +16,8 @@ from tests.unit.record_cases import jsonl, write_records
 from tests.unit.tokenizer_cases import save_kind
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import TokenOptions
-from titan_like.data.raw_text import UnreadableError
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.readers.raw_text import UnreadableError
+from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
 from titan_like.evaluate.task import Score, Task, TextSettings, ending_window, read_file, sliding_windows
 from titan_like.evaluate.tasks import (

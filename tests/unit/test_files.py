@@ -14,14 +14,14 @@ import zstandard
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import HELD_OUT, Data
-from titan_like.data import files as data_files
-from titan_like.data import raw_text
-from titan_like.data.files import find_files
-from titan_like.data.open_source import open_source
-from titan_like.data.packed import corpus_files
-from titan_like.data.raw_text import kind_of, read_pieces, texts_of
-from titan_like.data.shards import find_shards
+from titan_like.data.loading.open_source import open_source
+from titan_like.data.readers import files as data_files
+from titan_like.data.readers import raw_text
+from titan_like.data.readers.files import find_files
+from titan_like.data.readers.raw_text import kind_of, read_pieces, texts_of
+from titan_like.data.readers.shards import find_shards
 from titan_like.data.source import DataRequest
+from titan_like.data.text.packed import corpus_files
 
 datasets = pytest.importorskip("datasets")
 

@@ -16,7 +16,7 @@ from tests.unit.tokenizer_cases import save_kind
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.tokenizer import tokenizer_of
+from titan_like.data.text.tokenizer import tokenizer_of
 from titan_like.evaluate.inference import find_checkpoint, load_parallel_model
 from titan_like.evaluate.sampling import generate, stop_ids
 from titan_like.hugging_face.convert import to_hugging_face

@@ -20,7 +20,7 @@ from titan_like.commands import evaluate
 from titan_like.config.errors import RunError
 from titan_like.config.monitoring import Health
 from titan_like.data.batch import Batch, without_labels
-from titan_like.data.indexed import DTYPES, IndexedWriter
+from titan_like.data.readers.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
 from titan_like.parallel.model import LossFunction, WholeModel

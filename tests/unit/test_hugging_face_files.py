@@ -31,7 +31,7 @@ from titan_like.commands.convert import main
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import to_hugging_face

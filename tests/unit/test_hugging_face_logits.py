@@ -18,7 +18,7 @@ from tests.unit.hugging_face_cases import (
     t5_config,
 )
 from titan_like.data.batch import num_labels
-from titan_like.data.sentence_pairs import PairTokens
+from titan_like.data.objectives.sentence_pairs import PairTokens
 from titan_like.models.batch import Batch
 from titan_like.models.layers.positions import rope_frequencies
 from titan_like.models.llama.config import LlamaConfig

@@ -8,9 +8,9 @@ import pytest
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
-from titan_like.data.blend import Share, shares_of
-from titan_like.data.indexed import DTYPES, IndexedDataset, IndexedWriter, prefix_of, token_dtype
-from titan_like.data.open_source import open_source
+from titan_like.data.loading.blend import Share, shares_of
+from titan_like.data.loading.open_source import open_source
+from titan_like.data.readers.indexed import DTYPES, IndexedDataset, IndexedWriter, prefix_of, token_dtype
 from titan_like.data.source import DataRequest
 
 SEQ_LEN = 8

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from titan_like.data.indexed import DTYPES, IndexedDataset, IndexedWriter
-from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.readers.indexed import DTYPES, IndexedDataset, IndexedWriter
+from titan_like.data.text.preprocess import Job, tokenize_files
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of packages that it does without

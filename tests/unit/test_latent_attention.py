@@ -19,7 +19,7 @@ from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data, JobConfig, Model
 from titan_like.data.batch import Batch, collate, num_labels
-from titan_like.data.masks import Masks, masks_of
+from titan_like.data.objectives.masks import Masks, masks_of
 from titan_like.models.batch import Context
 from titan_like.models.config import RopeScaling
 from titan_like.models.decoder.model import DecoderLayer

@@ -8,11 +8,12 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tests.unit.tokenizer_cases import ALPHABET, BYTES, trained
-from titan_like.data import long_text, preprocess, raw_text
-from titan_like.data.indexed import IndexedDataset
-from titan_like.data.long_text import encode_piece, encode_texts, find_cut
-from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.readers import raw_text
+from titan_like.data.readers.indexed import IndexedDataset
+from titan_like.data.text import long_text, preprocess
+from titan_like.data.text.long_text import encode_piece, encode_texts, find_cut
+from titan_like.data.text.preprocess import Job, tokenize_files
+from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 
 DIGITS = Regex(r"\p{N}{1,3}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CHINESE = [chr(0x4E00 + 7 * number) for number in range(300)]

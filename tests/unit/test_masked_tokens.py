@@ -13,10 +13,10 @@ from tests.unit.tokenizer_cases import llama_2, trained
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.masks import masks_of
+from titan_like.data.objectives.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.objectives.masks import masks_of
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
 from titan_like.train.rules import resolve_settings
 

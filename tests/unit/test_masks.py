@@ -17,9 +17,9 @@ from titan_like.config import ConfigError
 from titan_like.config.load import load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.config.schema import Model as ModelSection
-from titan_like.data.indexed import IndexedWriter
-from titan_like.data.masks import masks_of
-from titan_like.data.open_source import open_source
+from titan_like.data.loading.open_source import open_source
+from titan_like.data.objectives.masks import masks_of
+from titan_like.data.readers.indexed import IndexedWriter
 from titan_like.data.source import DataRequest, Source
 from titan_like.models.batch import Batch
 from titan_like.models.layers import attention
@@ -262,7 +262,7 @@ MEMORY_OF_A_LONG_SAMPLE = """
 import pathlib, re, torch
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
-from titan_like.data.masks import Masks
+from titan_like.data.objectives.masks import Masks
 from titan_like.models.layers import attention
 from titan_like.models.layers.attention import AttentionCore
 

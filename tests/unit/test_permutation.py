@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from titan_like.data.permutation import Permutation
+from titan_like.data.loading.permutation import Permutation
 
 
 def chi_squared_limit(freedom: int) -> float:

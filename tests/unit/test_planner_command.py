@@ -15,7 +15,7 @@ import torch
 from titan_like.commands.plan import COMMANDS, main
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import edit
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout

@@ -21,10 +21,11 @@ from tests.unit.record_cases import jsonl, write_records
 from tests.unit.tokenizer_cases import ALPHABET, BYTES, trained
 from titan_like.commands.preprocess_data import main
 from titan_like.config import ConfigError
-from titan_like.data import long_text, preprocess, raw_text
-from titan_like.data.indexed import IndexedDataset
-from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.raw_text import UnreadableError, read_pieces, texts_of
+from titan_like.data.readers import raw_text
+from titan_like.data.readers.indexed import IndexedDataset
+from titan_like.data.readers.raw_text import UnreadableError, read_pieces, texts_of
+from titan_like.data.text import long_text, preprocess
+from titan_like.data.text.preprocess import Job, tokenize_files
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 256
@@ -153,7 +154,7 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from titan_like.data import preprocess
+from titan_like.data.text import preprocess
 save = preprocess._Output.save
 preprocess._SECONDS_BETWEEN_REPORTS = 0.0
 preprocess._Output.save = lambda output: (save(output), time.sleep(0.2))

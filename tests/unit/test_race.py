@@ -13,12 +13,12 @@ from tests.unit.race_cases import VOCABULARY, scores_of_transformers, write_race
 from titan_like.commands import evaluate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.open_source import open_source
-from titan_like.data.race import read_questions
-from titan_like.data.raw_text import UnreadableError
-from titan_like.data.sentence_pairs import PairTokens
+from titan_like.data.loading.open_source import open_source
+from titan_like.data.objectives.race import read_questions
+from titan_like.data.objectives.sentence_pairs import PairTokens
+from titan_like.data.readers.raw_text import UnreadableError
 from titan_like.data.source import DataRequest
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.train.job import run_job
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run

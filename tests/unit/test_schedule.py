@@ -5,7 +5,13 @@ import torch
 
 from titan_like.config import load_config
 from titan_like.config.schema import LRScheduler, Training
-from titan_like.data.batch_size import global_batch_size_at, in_samples, rampup_batch_sizes, total_samples, total_steps
+from titan_like.data.loading.batch_size import (
+    global_batch_size_at,
+    in_samples,
+    rampup_batch_sizes,
+    total_samples,
+    total_steps,
+)
 from titan_like.models.registry import model_config
 from titan_like.optim.optimizer import LossScaler
 from titan_like.optim.schedule import describe_warmup, lr_factor

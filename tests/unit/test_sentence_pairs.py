@@ -7,11 +7,11 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.masks import Masks, masks_of
-from titan_like.data.open_source import open_data
-from titan_like.data.sentence_pairs import PairTokens, SentencePairs
+from titan_like.data.loading.open_source import open_data
+from titan_like.data.objectives.masks import Masks, masks_of
+from titan_like.data.objectives.sentence_pairs import PairTokens, SentencePairs
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.train.rules import resolve_settings

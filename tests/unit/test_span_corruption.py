@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
-from titan_like.data.masks import masks_of
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.loading.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
+from titan_like.data.objectives.masks import masks_of
+from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.config import TransformerConfig
 from titan_like.train.rules import resolve_settings
 

@@ -18,12 +18,12 @@ from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.step_folders import RunState, complete_checkpoint, read_run_state, unfinished_path
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data, JobConfig, TokenOptions
-from titan_like.data.indexed import IndexedDataset
-from titan_like.data.preprocess import Job, tokenize_files
+from titan_like.data.loading.stream import StreamSource
+from titan_like.data.readers.indexed import IndexedDataset
 from titan_like.data.source import DataRequest
-from titan_like.data.special_tokens import end_ids
-from titan_like.data.stream import StreamSource
-from titan_like.data.tokenizer import build_tokenizer, decode_after
+from titan_like.data.text.preprocess import Job, tokenize_files
+from titan_like.data.text.special_tokens import end_ids
+from titan_like.data.text.tokenizer import build_tokenizer, decode_after
 from titan_like.evaluate.sampling import stop_ids
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face

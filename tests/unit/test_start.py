@@ -17,7 +17,7 @@ from titan_like.commands import convert
 from titan_like.config import ConfigError, load_config
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, LoRA
-from titan_like.data.tokenizer import tokenizer_of
+from titan_like.data.text.tokenizer import tokenizer_of
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.hugging_face.origin import origin_files
 from titan_like.models.registry import model_config

@@ -16,11 +16,12 @@ from tests.reference.sources import define
 from tests.unit.record_cases import write_records
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data import raw_text, shards, stream_reader
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loading import stream_reader
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loading.stream import StreamSource, tokenized_times
+from titan_like.data.readers import raw_text, shards
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
-from titan_like.data.stream import StreamSource, tokenized_times
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.verify.watch import digest
 
 SEQ = 8

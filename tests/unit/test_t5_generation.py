@@ -13,8 +13,8 @@ from tests.unit.hugging_face_cases import random_model, reference_of, save_check
 from tests.unit.tokenizer_cases import trained
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands.generate import main
-from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels
-from titan_like.data.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.objectives.span_corruption import decode_with_sentinels, encode_with_sentinels
+from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.sampling import generate
 from titan_like.hugging_face.convert import to_hugging_face
 

@@ -8,8 +8,8 @@ from tests.unit.plain_loop import prepared, run_settings
 from titan_like.config import ConfigError
 from titan_like.config.load import edit
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
-from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.tokenizer import build_tokenizer, describe_vocabulary, tokenizer_files
+from titan_like.data.text.preprocess import Job, tokenize_files
+from titan_like.data.text.tokenizer import build_tokenizer, describe_vocabulary, tokenizer_files
 from titan_like.hugging_face.tokenizer import write_tokenizer
 from titan_like.models.registry import model_config
 from titan_like.train.job import run_job

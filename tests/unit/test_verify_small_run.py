@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titan_like.config import load_config
-from titan_like.data.batch_size import total_steps
+from titan_like.data.loading.batch_size import total_steps
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout

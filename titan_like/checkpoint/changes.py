@@ -8,8 +8,8 @@ from typing import Any
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Float8, JobConfig, LRScheduler, Optimizer, Training
-from titan_like.data.batch_size import global_batch_size_at
-from titan_like.data.masks import MASK_SETTINGS
+from titan_like.data.loading.batch_size import global_batch_size_at
+from titan_like.data.objectives.masks import MASK_SETTINGS
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.schedule import Schedule
 

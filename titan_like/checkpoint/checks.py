@@ -21,7 +21,7 @@ from titan_like.checkpoint.step_folders import (
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Data, JobConfig, LoRA
 from titan_like.config.urls import RemotePath
-from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
+from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.schedule import check_decay
 from titan_like.optim.state_size import optimizer_state

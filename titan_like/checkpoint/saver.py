@@ -37,7 +37,7 @@ from titan_like.checkpoint.step_folders import (
 from titan_like.config.errors import first_line
 from titan_like.config.monitoring import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
-from titan_like.data.unfinished import remove
+from titan_like.data.readers.unfinished import remove
 from titan_like.optim.shards import local
 from titan_like.torch_private import with_local_tensor
 

@@ -31,8 +31,8 @@ from titan_like.config.errors import first_line
 from titan_like.config.paths import check_folder, file_problem, parse_json
 from titan_like.config.schema import JobConfig, Training
 from titan_like.config.urls import RemotePath, path_of
-from titan_like.data.batch_size import in_samples, total_steps
-from titan_like.data.unfinished import remove, removed_unless_renamed
+from titan_like.data.loading.batch_size import in_samples, total_steps
+from titan_like.data.readers.unfinished import remove, removed_unless_renamed
 from titan_like.optim.schedule import Schedule
 
 RUN_FILE = "run.json"

@@ -157,7 +157,7 @@ def score(
     Returns:
         Task → figure → value, and what the harness returns if it is asked for.
     """
-    from titan_like.data.tokenizer import tokenizer_of
+    from titan_like.data.text.tokenizer import tokenizer_of
     from titan_like.evaluate.inference import load_parallel_model
     from titan_like.evaluate.scoring import Scorer
     from titan_like.evaluate.tasks import open_tasks, run_tasks

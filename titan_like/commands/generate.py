@@ -27,7 +27,7 @@ from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
-    from titan_like.data.tokenizer import Tokenizer
+    from titan_like.data.text.tokenizer import Tokenizer
     from titan_like.evaluate.inference import ParallelInference
     from titan_like.models.transformer import Transformer
 
@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
     options, settings = build_parser().parse_known_args(argv)
     config = load_config(settings) if options.checkpoint is None else None
 
-    from titan_like.data.chat import read_template
-    from titan_like.data.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
-    from titan_like.data.tokenizer import ByteTokenizer, decode_after, tokenizer_of
+    from titan_like.data.chat.template import read_template
+    from titan_like.data.objectives.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
+    from titan_like.data.text.tokenizer import ByteTokenizer, decode_after, tokenizer_of
     from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
     from titan_like.evaluate.sampling import SAMPLING, generation_fields, stop_ids
     from titan_like.models.registry import model_config
@@ -161,7 +161,7 @@ def chat(
     config: JobConfig, path: Path, tokenizer: Tokenizer, ends: Container[int], options: argparse.Namespace
 ) -> list[dict[str, str]]:
     """Answer messages, which are lines of the input, or --prompt alone; returns the conversation."""
-    from titan_like.data.chat import read_template
+    from titan_like.data.chat.template import read_template
 
     template = read_template(config.data.tokenizer)
     problem = f"data.tokenizer = {config.data.tokenizer} has no chat template; name an instruct model's tokenizer"

@@ -21,10 +21,10 @@ from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, tokenizer_option, write_json
 from titan_like.config.schema import Data, TokenOptions
-from titan_like.data.files import find_files
-from titan_like.data.indexed import prefix_of
-from titan_like.data.preprocess import Job, tokenize_files
-from titan_like.data.tokenizer import build_tokenizer
+from titan_like.data.readers.files import find_files
+from titan_like.data.readers.indexed import prefix_of
+from titan_like.data.text.preprocess import Job, tokenize_files
+from titan_like.data.text.tokenizer import build_tokenizer
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     counts, config = check_options(options), load_config(settings)
 
     from titan_like.checkpoint.step_folders import hold
-    from titan_like.data.batch_size import check_length
+    from titan_like.data.loading.batch_size import check_length
     from titan_like.metrics.devices import known_device
     from titan_like.planner.predict import FLOAT8_NOTE, profile_of
     from titan_like.planner.profile import load_profile

@@ -38,12 +38,12 @@ class DataFormat(NamedTuple):
 
 
 DATA_FORMATS = {
-    "stdlib": DataFormat("titan_like.data.packed:TextSource", has_files=False),
-    "text": DataFormat("titan_like.data.packed:TextSource"),
-    "indexed": DataFormat("titan_like.data.packed:IndexedSource", is_tokenized=True),
-    "hf": DataFormat("titan_like.data.stream:StreamSource", is_stream=True),
-    "conversations": DataFormat("titan_like.data.conversations:ConversationSource", is_chat=True),
-    "race": DataFormat("titan_like.data.race:RaceSource", has_options=True),
+    "stdlib": DataFormat("titan_like.data.text.packed:TextSource", has_files=False),
+    "text": DataFormat("titan_like.data.text.packed:TextSource"),
+    "indexed": DataFormat("titan_like.data.text.packed:IndexedSource", is_tokenized=True),
+    "hf": DataFormat("titan_like.data.loading.stream:StreamSource", is_stream=True),
+    "conversations": DataFormat("titan_like.data.chat.conversations:ConversationSource", is_chat=True),
+    "race": DataFormat("titan_like.data.objectives.race:RaceSource", has_options=True),
 }
 DATASETS = {name: data_format.source for name, data_format in DATA_FORMATS.items()}
 RULES = {  # update rules

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, without_labels
-from titan_like.data.permutation import Permutation
+from titan_like.data.loading.permutation import Permutation
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 
 __all__ = ["IGNORED_LABEL", "SPLITS", "UNKNOWN_LENGTH", "DataRequest", "Source", "epoch_order"]
@@ -29,7 +29,7 @@ class DataRequest:
 
     section: Data  # the run's [data] section
     split: str  # one of SPLITS
-    seq_len: int  # tokens per sample; the objective may change it, see `titan_like.data.lengths`
+    seq_len: int  # tokens per sample; the objective may change it, see `titan_like.data.loading.lengths`
     seed: int
     vocab_size: int  # the model's; tokens must be below it
     cache_folder: Path  # for files that are made once and read by all processes of a node; may not exist yet

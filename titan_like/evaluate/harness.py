@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
-from titan_like.data.chat import read_template
-from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from titan_like.data.chat.template import read_template
+from titan_like.data.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from titan_like.evaluate.inference import ParallelInference
 from titan_like.evaluate.sampling import SAMPLING, generate
 from titan_like.evaluate.scoring import Scorer

@@ -33,7 +33,7 @@ from titan_like.config.load import load_config, parse_overrides
 from titan_like.config.schema import JobConfig, LoRA
 from titan_like.config.section import options_of
 from titan_like.config.urls import path_of
-from titan_like.data.tokenizer import Tokenizer, tokenizer_in, tokenizer_of
+from titan_like.data.text.tokenizer import Tokenizer, tokenizer_in, tokenizer_of
 from titan_like.hugging_face.folder import is_hugging_face, local_folder
 from titan_like.hugging_face.peft import MergedWeights
 from titan_like.hugging_face.start import read_weights

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from titan_like.config.errors import ConfigError, require
-from titan_like.data.special_tokens import GENERATION_FILE, end_ids, read_json
-from titan_like.data.tokenizer import Tokenizer
+from titan_like.data.text.special_tokens import GENERATION_FILE, end_ids, read_json
+from titan_like.data.text.tokenizer import Tokenizer
 from titan_like.evaluate.inference import ParallelInference
 from titan_like.models.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, collate, to_device
-from titan_like.data.sentence_pairs import PairTokens, pair_tokens_of
+from titan_like.data.objectives.sentence_pairs import PairTokens, pair_tokens_of
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import tokenizer_of
+from titan_like.data.text.tokenizer import tokenizer_of
 from titan_like.evaluate.task import Score, Window
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel.apply import run_batches

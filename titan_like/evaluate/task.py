@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.data.raw_text import BadRecord, UnreadableError, kind_of, read_pieces, texts_of
+from titan_like.data.readers.raw_text import BadRecord, UnreadableError, kind_of, read_pieces, texts_of
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import numpy as np
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import expanded, file_problem
 from titan_like.config.schema import JobConfig
-from titan_like.data.race import read_questions
-from titan_like.data.raw_text import UnreadableError
-from titan_like.data.sentence_pairs import PairTokens
-from titan_like.data.tokenizer import Tokenizer, tokenizer_of
+from titan_like.data.objectives.race import read_questions
+from titan_like.data.objectives.sentence_pairs import PairTokens
+from titan_like.data.readers.raw_text import UnreadableError
+from titan_like.data.text.tokenizer import Tokenizer, tokenizer_of
 from titan_like.evaluate.scoring import Progress, Scorer
 from titan_like.evaluate.task import (
     Score,

@@ -29,9 +29,9 @@ from titan_like.checkpoint.step_folders import (
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
-from titan_like.data.fetch import with_small_files
-from titan_like.data.special_tokens import GENERATION_FILE, ORIGIN_FILE, end_ids, tokenizer_names
-from titan_like.data.tokenizer import build_tokenizer, tokenizer_in
+from titan_like.data.readers.fetch import with_small_files
+from titan_like.data.text.special_tokens import GENERATION_FILE, ORIGIN_FILE, end_ids, tokenizer_names
+from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import (
     CONFIG_FILE,
     DTYPES,

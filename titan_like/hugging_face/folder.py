@@ -27,9 +27,9 @@ from titan_like.checkpoint.step_folders import newest_in
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import file_problem, user_file
 from titan_like.config.urls import RemotePath, path_of
-from titan_like.data.fetch import fetch, with_small_files
-from titan_like.data.special_tokens import COMPANIONS, CONFIG_FILE, TEMPLATES, TOKENIZER_FILES, read_json
-from titan_like.data.tokenizer import from_hub, is_on_hub
+from titan_like.data.readers.fetch import fetch, with_small_files
+from titan_like.data.text.special_tokens import COMPANIONS, CONFIG_FILE, TEMPLATES, TOKENIZER_FILES, read_json
+from titan_like.data.text.tokenizer import from_hub, is_on_hub
 from titan_like.hugging_face.quantized import check_quantization, read_quantized, with_scales
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (

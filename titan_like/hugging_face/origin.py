@@ -18,8 +18,8 @@ import torch
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.paths import parse_json, user_file
 from titan_like.config.schema import Data
-from titan_like.data.fetch import with_small_files
-from titan_like.data.special_tokens import (
+from titan_like.data.readers.fetch import with_small_files
+from titan_like.data.text.special_tokens import (
     ABOUT_FILE,
     GENERATION_FILE,
     ORIGIN_FILE,
@@ -28,7 +28,7 @@ from titan_like.data.special_tokens import (
     read_json,
     tokenizer_names,
 )
-from titan_like.data.tokenizer import HuggingFaceTokenizer, tokenizer_files, tokenizer_of
+from titan_like.data.text.tokenizer import HuggingFaceTokenizer, tokenizer_files, tokenizer_of
 from titan_like.hugging_face.folder import CONFIG_FILE, DTYPES, without
 
 

@@ -23,9 +23,9 @@ from titan_like.config.errors import ConfigError, first_line, require, shortened
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import LoRA
 from titan_like.config.urls import RemotePath, path_of
-from titan_like.data.fetch import with_small_files
-from titan_like.data.special_tokens import CONFIG_FILE, read_json
-from titan_like.data.tokenizer import is_on_hub
+from titan_like.data.readers.fetch import with_small_files
+from titan_like.data.text.special_tokens import CONFIG_FILE, read_json
+from titan_like.data.text.tokenizer import is_on_hub
 from titan_like.hugging_face.folder import DTYPES, FileTensor, local_folder, open_hugging_face, read_header, refusals_of
 from titan_like.hugging_face.origin import read_origin
 from titan_like.models.config import TransformerConfig, has_experts

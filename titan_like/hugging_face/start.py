@@ -22,7 +22,7 @@ from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit, setting
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig, TokenOptions
-from titan_like.data.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
+from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
 from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model
 from titan_like.hugging_face.peft import base_of, is_peft, peft_settings
 from titan_like.models.config import TransformerConfig

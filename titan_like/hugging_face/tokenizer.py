@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from titan_like.checkpoint.step_folders import write_durably
 from titan_like.config.errors import require
 from titan_like.config.schema import TokenOptions
-from titan_like.data.special_tokens import (
+from titan_like.data.text.special_tokens import (
     ABOUT_FILE,
     GENERATION_FILE,
     MAP_FILE,
@@ -24,8 +24,8 @@ from titan_like.data.special_tokens import (
     read_json,
     tokenizer_names,
 )
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_files
-from titan_like.data.words import byte_characters
+from titan_like.data.text.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, tokenizer_files
+from titan_like.data.text.words import byte_characters
 from titan_like.models.config import TransformerConfig
 
 _KEY = "--tokenizer"

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.config.schema import JobConfig
-from titan_like.data.unfinished import removed_unless_renamed
+from titan_like.data.readers.unfinished import removed_unless_renamed
 
 METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.json"
 

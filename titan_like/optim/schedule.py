@@ -12,7 +12,7 @@ import math
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig, LRScheduler, Training
 from titan_like.config.section import Section
-from titan_like.data.batch_size import total_samples, total_steps
+from titan_like.data.loading.batch_size import total_samples, total_steps
 
 
 class Schedule(Section):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.models.config import TransformerConfig, has_experts
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.experts import mark_stacks

@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.batch_size import rampup_batch_sizes
+from titan_like.data.loading.batch_size import rampup_batch_sizes
 from titan_like.models.config import has_experts
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import DEGREES, Degree, Layout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 from titan_like.config.schema import JobConfig
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.models.config import TransformerConfig
 
 LAYER_UNIT_BYTES = 32 << 20  # up to which small layers share messages, and the host's work for these

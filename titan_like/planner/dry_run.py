@@ -21,14 +21,14 @@ from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import file_problem
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import in_samples, total_samples, total_steps
-from titan_like.data.blend import shares_of
-from titan_like.data.files import named_paths
-from titan_like.data.indexed import prefix_of
-from titan_like.data.masks import masks_of
-from titan_like.data.open_source import held_out, open_data
-from titan_like.data.packed import corpus_files, corpus_folder, corpus_job, split_weights
-from titan_like.data.tokenizer import describe_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
+from titan_like.data.loading.batch_size import in_samples, total_samples, total_steps
+from titan_like.data.loading.blend import shares_of
+from titan_like.data.loading.open_source import held_out, open_data
+from titan_like.data.objectives.masks import masks_of
+from titan_like.data.readers.files import named_paths
+from titan_like.data.readers.indexed import prefix_of
+from titan_like.data.text.packed import corpus_files, corpus_folder, corpus_job, split_weights
+from titan_like.data.text.tokenizer import describe_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_like.config.errors import all_of, require
 from titan_like.config.schema import JobConfig
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.metrics.devices import Device, find_device
 from titan_like.metrics.flops import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig

@@ -14,7 +14,7 @@ from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, LoRA
 from titan_like.config.urls import is_url, path_of
-from titan_like.data.special_tokens import read_json
+from titan_like.data.text.special_tokens import read_json
 from titan_like.hugging_face.folder import local_folder, open_hugging_face
 from titan_like.hugging_face.peft import ADAPTER_CONFIG, base_of, check_peft, fingerprint, is_peft, read_peft
 from titan_like.hugging_face.start import free_fields, plain, read_start, read_weights

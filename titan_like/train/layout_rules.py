@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from titan_like.config.errors import refuse, require
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch_size import rampup_batch_sizes
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.batch_size import rampup_batch_sizes
+from titan_like.data.loading.lengths import sample_length
 from titan_like.models.config import TransformerConfig, has_experts
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule

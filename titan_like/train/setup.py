@@ -26,9 +26,9 @@ from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.config.urls import path_of
-from titan_like.data.batch_size import in_samples
-from titan_like.data.masks import Masks, masks_of
-from titan_like.data.open_source import open_data
+from titan_like.data.loading.batch_size import in_samples
+from titan_like.data.loading.open_source import open_data
+from titan_like.data.objectives.masks import Masks, masks_of
 from titan_like.data.source import Source
 from titan_like.evaluate.task import Task
 from titan_like.evaluate.tasks import validation_tasks

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import RunError
 from titan_like.data.batch import Batch, count_tokens, num_labels
-from titan_like.data.batch_size import global_batch_size_at
-from titan_like.data.lengths import sample_length
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.tokenizer import describe_vocabulary
+from titan_like.data.loading.batch_size import global_batch_size_at
+from titan_like.data.loading.lengths import sample_length
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.text.tokenizer import describe_vocabulary
 from titan_like.metrics.console import LineContext, format_log_line, format_sources
 from titan_like.metrics.flops import ThroughputMeter, visible_pairs
 from titan_like.metrics.hardware import device_name, memory_bytes, peak_memory_bytes, peak_tflops

@@ -24,10 +24,10 @@ from titan_like.checkpoint.loader import CheckpointWeights, agree, model_tensors
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings, hugging_face_folder
 from titan_like.config.errors import RunError, first_line
-from titan_like.data.batch_size import total_samples, total_steps
-from titan_like.data.blend import Phase
-from titan_like.data.loader import BackgroundLoader, merge_states
-from titan_like.data.open_source import go_on, phases_of
+from titan_like.data.loading.batch_size import total_samples, total_steps
+from titan_like.data.loading.blend import Phase
+from titan_like.data.loading.loader import BackgroundLoader, merge_states
+from titan_like.data.loading.open_source import go_on, phases_of
 from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console

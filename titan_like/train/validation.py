@@ -13,9 +13,9 @@ import torch.distributed as dist
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
-from titan_like.data.lengths import sample_length
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.masks import Masks
+from titan_like.data.loading.lengths import sample_length
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.objectives.masks import Masks
 from titan_like.data.source import Source
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.layers.experts import ExpertLinear, Experts
 from titan_like.parallel.cp_attention import shard_positions

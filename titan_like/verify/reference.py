@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import num_labels
-from titan_like.data.batch_size import rampup_batch_sizes
+from titan_like.data.loading.batch_size import rampup_batch_sizes
 from titan_like.models.config import has_experts
 from titan_like.models.registry import model_config
 from titan_like.parallel.axes import on_one_process

@@ -15,13 +15,13 @@ import torch
 from titan_like.config.entry_points import format_of
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.batch_size import global_batch_size_at
-from titan_like.data.lengths import sample_length
-from titan_like.data.masks import Masks, masks_of
-from titan_like.data.packed import token_fingerprint
-from titan_like.data.sentence_pairs import PairTokens
+from titan_like.data.loading.batch_size import global_batch_size_at
+from titan_like.data.loading.lengths import sample_length
+from titan_like.data.objectives.masks import Masks, masks_of
+from titan_like.data.objectives.sentence_pairs import PairTokens
 from titan_like.data.source import IGNORED_LABEL, Source
-from titan_like.data.tokenizer import Tokenizer
+from titan_like.data.text.packed import token_fingerprint
+from titan_like.data.text.tokenizer import Tokenizer
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout

@@ -17,7 +17,7 @@ from typing import Any
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, Training
-from titan_like.data.lengths import sample_length, targets_length
+from titan_like.data.loading.lengths import sample_length, targets_length
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.models.small import small_fields

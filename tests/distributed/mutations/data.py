@@ -9,16 +9,20 @@ from unittest.mock import patch
 import torch
 
 from tests.distributed.mutations import bug, under
-from titan_like.data import conversations, open_source, packed, race, source, stream, stream_reader
+from titan_like.data import source
 from titan_like.data.batch import Batch
-from titan_like.data.blend import Blend, BlendedSource, Share
-from titan_like.data.conversations import ConversationSource
-from titan_like.data.indexed import IndexedDataset
-from titan_like.data.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.packed import PackedDataset
-from titan_like.data.permutation import Permutation
-from titan_like.data.stream_reader import Documents, Place, Reader, ReaderState
-from titan_like.data.tokenizer import ByteTokenizer
+from titan_like.data.chat import conversations
+from titan_like.data.chat.conversations import ConversationSource
+from titan_like.data.loading import open_source, stream, stream_reader
+from titan_like.data.loading.blend import Blend, BlendedSource, Share
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loading.permutation import Permutation
+from titan_like.data.loading.stream_reader import Documents, Place, Reader, ReaderState
+from titan_like.data.objectives import race
+from titan_like.data.readers.indexed import IndexedDataset
+from titan_like.data.text import packed
+from titan_like.data.text.packed import PackedDataset
+from titan_like.data.text.tokenizer import ByteTokenizer
 
 
 def states_with(change: Callable[[ReaderState], ReaderState]) -> Any:

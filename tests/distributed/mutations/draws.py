@@ -8,10 +8,10 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.distributed.mutations import bug, under
-from titan_like.data import masked_tokens, masks, sentence_pairs, span_corruption
 from titan_like.data.batch import Batch
-from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.permutation import sample_generator
+from titan_like.data.loading.permutation import sample_generator
+from titan_like.data.objectives import masked_tokens, masks, sentence_pairs, span_corruption
+from titan_like.data.objectives.masked_tokens import MaskedTokens
 from titan_like.data.source import IGNORED_LABEL
 
 

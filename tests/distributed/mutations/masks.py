@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.mutations import bug
-from titan_like.data import masks
 from titan_like.data.batch import Batch
-from titan_like.data.masked_tokens import MaskedTokens
-from titan_like.data.masks import Masks
+from titan_like.data.objectives import masks
+from titan_like.data.objectives.masked_tokens import MaskedTokens
+from titan_like.data.objectives.masks import Masks
 from titan_like.data.source import IGNORED_LABEL
 from titan_like.models.layers import interval_attention
 from titan_like.models.layers.attention import AttentionCore

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.mutations import bug, under
 from titan_like.data.batch import Batch
-from titan_like.data.sentence_pairs import SentencePairs
+from titan_like.data.objectives.sentence_pairs import SentencePairs
 from titan_like.models.bert.model import Bert
 from titan_like.parallel.collectives import CopyFromFirstRank
 from titan_like.parallel.context import CPShard

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 from tests.distributed.mutations import bug
 from titan_like.data.batch import Batch
-from titan_like.data.span_corruption import SpanCorruption
+from titan_like.data.objectives.span_corruption import SpanCorruption
 from titan_like.train.trainer import Trainer
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from titan_like.config.errors import require
 from titan_like.config.options import OptionParser
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.planner.commands.outcome import (
     Outcome,

@@ -12,7 +12,7 @@ from typing import Any
 from titan_like.config import JobConfig, load_config
 from titan_like.config.errors import require
 from titan_like.config.options import OptionParser, path_option
-from titan_like.data.batch_size import check_rampup, total_samples
+from titan_like.data.loading.batch_size import check_rampup, total_samples
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.planner.links import read_measurements, with_links

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from titan_like.config.errors import first_line
 from titan_like.config.paths import parse_json
-from titan_like.data.raw_text import BadRecord
+from titan_like.data.readers.raw_text import BadRecord
 
 Message = dict[str, Any]
 # Digits, which no quoting and no change of case alters. No text has these. The first occurs once, so no two overlap.

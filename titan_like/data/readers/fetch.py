@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.urls import RemotePath, is_url
-from titan_like.data.unfinished import remove
+from titan_like.data.readers.unfinished import remove
 
 _ENDING, _PART = ".fetched", ".part"
 _NAMES = ("name", "Key", "url")  # what a server says of a file besides its size and version

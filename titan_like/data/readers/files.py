@@ -23,8 +23,8 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import blaming, check_folder, file_problem, parse_json, user_file
-from titan_like.data.indexed import prefix_of
-from titan_like.data.raw_text import (
+from titan_like.data.readers.indexed import prefix_of
+from titan_like.data.readers.raw_text import (
     JSON_ENDINGS,
     KNOWN_ENDINGS,
     RECORD_ENDINGS,

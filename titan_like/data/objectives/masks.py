@@ -22,12 +22,12 @@ from torch.utils.data import Dataset
 
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.masked_tokens import MaskedTokens, masked_tokens_of
-from titan_like.data.permutation import sample_generator
-from titan_like.data.sentence_pairs import Samples, SentencePairs, pair_tokens_of
+from titan_like.data.loading.permutation import sample_generator
+from titan_like.data.objectives.masked_tokens import MaskedTokens, masked_tokens_of
+from titan_like.data.objectives.sentence_pairs import Samples, SentencePairs, pair_tokens_of
+from titan_like.data.objectives.span_corruption import SpanCorruption, span_corruption_of
 from titan_like.data.source import IGNORED_LABEL, Source
-from titan_like.data.span_corruption import SpanCorruption, span_corruption_of
-from titan_like.data.tokenizer import Tokenizer, tokenizer_of
+from titan_like.data.text.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.key_ranges import KeyRanges
 

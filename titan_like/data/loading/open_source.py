@@ -13,14 +13,14 @@ from titan_like.config.entry_points import format_of, load_entry
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import HELD_OUT, Data, JobConfig
 from titan_like.data.batch import Batch
-from titan_like.data.batch_size import NO_EPOCHS
-from titan_like.data.blend import BlendedSource, Phase, shares_of
-from titan_like.data.fetch import local_paths
-from titan_like.data.files import find_indexed
-from titan_like.data.lengths import sample_length
+from titan_like.data.loading.batch_size import NO_EPOCHS
+from titan_like.data.loading.blend import BlendedSource, Phase, shares_of
+from titan_like.data.loading.lengths import sample_length
+from titan_like.data.loading.stream import BlendedStream, StreamSource
+from titan_like.data.readers.fetch import local_paths
+from titan_like.data.readers.files import find_indexed
 from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
-from titan_like.data.stream import BlendedStream, StreamSource
 from titan_like.models.config import TransformerConfig
 
 

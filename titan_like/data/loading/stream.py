@@ -22,13 +22,13 @@ from torch.utils.data import get_worker_info
 
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, without_labels
-from titan_like.data.blend import BlendedSource
-from titan_like.data.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
-from titan_like.data.permutation import Permutation
-from titan_like.data.shards import find_shards
+from titan_like.data.loading.blend import BlendedSource
+from titan_like.data.loading.permutation import Permutation
+from titan_like.data.loading.stream_reader import Documents, Place, Reader, ReaderState
+from titan_like.data.readers.shards import find_shards
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
-from titan_like.data.stream_reader import Documents, Place, Reader, ReaderState
-from titan_like.data.tokenizer import tokenizer_of
+from titan_like.data.text.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
+from titan_like.data.text.tokenizer import tokenizer_of
 
 # Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
 # the golden ratio's and √2's, so that any stretch of records, and any set of short shards, is divided fairly.

@@ -31,12 +31,12 @@ from filelock import FileLock, Timeout
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.paths import parse_json
 from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
-from titan_like.data.chat import CHAT_FORMAT, Chat, build_chat
-from titan_like.data.chat_records import RECORD_KEYS
-from titan_like.data.indexed import DTYPES, token_dtype, write_index
-from titan_like.data.long_text import encode_documents, find_cut
-from titan_like.data.raw_text import BadRecord, Piece, UnreadableError, Wanted, read_pieces, texts_of
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer
+from titan_like.data.chat.records import RECORD_KEYS
+from titan_like.data.chat.template import CHAT_FORMAT, Chat, build_chat
+from titan_like.data.readers.indexed import DTYPES, token_dtype, write_index
+from titan_like.data.readers.raw_text import BadRecord, Piece, UnreadableError, Wanted, read_pieces, texts_of
+from titan_like.data.text.long_text import encode_documents, find_cut
+from titan_like.data.text.tokenizer import Tokenizer, build_tokenizer
 
 _SECONDS_BETWEEN_REPORTS = 5.0
 _MOST_NAMED = 100  # bad lines

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.section import weight_of
 from titan_like.data.batch import Batch
-from titan_like.data.permutation import Permutation
+from titan_like.data.loading.permutation import Permutation
 from titan_like.data.source import UNKNOWN_LENGTH, DataRequest, Source, digest_of, epoch_order
 
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from tokenizers import models
 
-from titan_like.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from titan_like.data.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
 PIECE = 1 << 18  # characters that are tokenized at a time; a tokenizer takes some 200 bytes of memory for each
 CONTEXT = 1 << 11  # characters before and after a piece that are tokenized with it

@@ -19,8 +19,8 @@ from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.paths import check_folder, file_problem
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, TokenOptions
-from titan_like.data.fetch import with_small_files
-from titan_like.data.special_tokens import (
+from titan_like.data.readers.fetch import with_small_files
+from titan_like.data.text.special_tokens import (
     ABOUT_FILE,
     COMPANIONS,
     GPT2_END,
@@ -31,7 +31,7 @@ from titan_like.data.special_tokens import (
     SpecialTokens,
     has_gpt2,
 )
-from titan_like.data.words import Words, words_of
+from titan_like.data.text.words import Words, words_of
 
 _KEY, _BOS_KEY, _EOD_KEY = "data.tokenizer", "data.bos", "data.eod_token"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

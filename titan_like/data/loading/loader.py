@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.data.batch import Batch, collate, map_tensors
-from titan_like.data.masks import Masks
+from titan_like.data.objectives.masks import Masks
 from titan_like.data.source import Source
 
 State = dict[str, list[int]]  # a dataset's; see `titan_like.data.source.Source.state_dict`

@@ -27,16 +27,16 @@ from titan_like.config.entry_points import format_of
 from titan_like.config.errors import ConfigError, cure_of_writing, require
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
-from titan_like.data.chat import read_template
-from titan_like.data.chat_records import RECORD_KEYS, RESERVED
-from titan_like.data.fetch import source_name
-from titan_like.data.files import find_files
-from titan_like.data.indexed import IndexedDataset, StoredTokens
-from titan_like.data.preprocess import SKIP, Job, tell, tokenize_files
-from titan_like.data.raw_text import RECORD_ENDINGS
+from titan_like.data.chat.records import RECORD_KEYS, RESERVED
+from titan_like.data.chat.template import read_template
+from titan_like.data.readers.fetch import source_name
+from titan_like.data.readers.files import find_files
+from titan_like.data.readers.indexed import IndexedDataset, StoredTokens
+from titan_like.data.readers.raw_text import RECORD_ENDINGS
+from titan_like.data.readers.unfinished import remove
 from titan_like.data.source import SPLITS, DataRequest, Source
-from titan_like.data.tokenizer import tokenizer_of
-from titan_like.data.unfinished import remove
+from titan_like.data.text.preprocess import SKIP, Job, tell, tokenize_files
+from titan_like.data.text.tokenizer import tokenizer_of
 
 _LOOKED_AT = 64  # documents at the beginning of a dataset
 BY_RECORD, WHOLE = 0x9E3779B97F4A7C15, 1 << 64  # multiples of the first are spread evenly, modulo the second

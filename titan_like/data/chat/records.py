@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.config.paths import parse_json
-from titan_like.data.raw_text import BadRecord
+from titan_like.data.readers.raw_text import BadRecord
 
 # Fields that say whether an answer is learned, and the value that says so: of OpenAI and Mistral, axolotl, ms-swift,
 # LLaMA-Factory, torchtune.

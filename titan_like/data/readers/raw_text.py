@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import parse_json
-from titan_like.data.long_text import FindCut, cut_text
+from titan_like.data.text.long_text import FindCut, cut_text
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 TABLE_ENDINGS = (".csv", ".tsv")

@@ -29,7 +29,7 @@ import numpy as np
 
 from titan_like.config.errors import require
 from titan_like.config.paths import file_problem
-from titan_like.data.unfinished import removed_unless_renamed
+from titan_like.data.readers.unfinished import removed_unless_renamed
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

@@ -1,11 +1,11 @@
 """Tokenizes conversations, and marks the tokens of the answers, which a model learns to write.
 
-`titan_like.data.chat_records` has the forms of a record. A chat template writes every one of them. Without a template,
+`titan_like.data.chat.records` has the forms of a record. A chat template writes every one of them. Without a template,
 a prompt and its answer are tokenized as one text, which the end-of-document token follows.
 
 transformers renders templates, in its sandbox. If a template marks what the assistant says by ``{% generation %}``,
 the marked parts are the answers. Otherwise an answer is what the template writes for a message of the assistant, tool
-calls included, after the generation prompt (`titan_like.data.chat_spans` finds it), with the token that ends it:
+calls included, after the generation prompt (`titan_like.data.chat.answers` finds it), with the token that ends it:
 
 - White space after a special token that ends an answer, such as <|im_end|>, is not learned.
 - A token that ends texts by the tokenizer's files is learned where it follows an answer, even if it begins the next
@@ -28,11 +28,11 @@ import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
-from titan_like.data.chat_records import MESSAGE_KEYS, Conversation, read_conversation
-from titan_like.data.chat_spans import Rendering, Span
-from titan_like.data.raw_text import BadRecord
-from titan_like.data.special_tokens import TOKENIZER_FILE
-from titan_like.data.tokenizer import Tokenizer, build_tokenizer, is_on_hub, tokenizer_files
+from titan_like.data.chat.answers import Rendering, Span
+from titan_like.data.chat.records import MESSAGE_KEYS, Conversation, read_conversation
+from titan_like.data.readers.raw_text import BadRecord
+from titan_like.data.text.special_tokens import TOKENIZER_FILE
+from titan_like.data.text.tokenizer import Tokenizer, build_tokenizer, is_on_hub, tokenizer_files
 
 CHAT_FORMAT = 2  # version of what is learned of a record; another one tokenizes conversations again
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -14,10 +14,10 @@ import torch
 
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, arrays_of
-from titan_like.data.permutation import sample_generator
+from titan_like.data.loading.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import Tokenizer, check_token
-from titan_like.data.words import Words
+from titan_like.data.text.tokenizer import Tokenizer, check_token
+from titan_like.data.text.words import Words
 
 _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
 

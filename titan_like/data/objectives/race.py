@@ -26,10 +26,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import user_file
 from titan_like.data.batch import Batch
-from titan_like.data.raw_text import UnreadableError
-from titan_like.data.sentence_pairs import ADDED, PairTokens, pair_tokens_of
+from titan_like.data.objectives.sentence_pairs import ADDED, PairTokens, pair_tokens_of
+from titan_like.data.readers.raw_text import UnreadableError
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source
-from titan_like.data.tokenizer import Tokenizer, tokenizer_of
+from titan_like.data.text.tokenizer import Tokenizer, tokenizer_of
 from titan_like.models.config import NUM_OPTIONS
 
 MOST_OF_QUESTION = 128  # tokens of a question with an option

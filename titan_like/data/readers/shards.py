@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.data.files import find_files, named_paths
-from titan_like.data.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
+from titan_like.data.readers.files import find_files, named_paths
+from titan_like.data.readers.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
 
 _FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
 _ROWS = 256  # rows of a dataset on the hub in a piece

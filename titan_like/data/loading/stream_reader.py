@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError, require
-from titan_like.data.preprocess import SKIP, documents_of, tell
-from titan_like.data.raw_text import BadRecord, Piece, ReadFailure, UnreadableError
-from titan_like.data.shards import Shard
+from titan_like.data.readers.raw_text import BadRecord, Piece, ReadFailure, UnreadableError
+from titan_like.data.readers.shards import Shard
+from titan_like.data.text.preprocess import SKIP, documents_of, tell
 
 if TYPE_CHECKING:
-    from titan_like.data.stream import StreamSource
+    from titan_like.data.loading.stream import StreamSource
 
 _TRIES = 5
 _MOST_NAMED = 8  # bad records of a reader

@@ -1,6 +1,6 @@
 """Conversations for fine-tuning, whole and packed into samples: `data.dataset` "conversations".
 
-The conversations of a run are tokenized once (see `titan_like.data.chat`). Best-fit decreasing packs a split's
+The conversations of a run are tokenized once (see `titan_like.data.chat.template`). Best-fit decreasing packs a split's
 into samples: each, the longest first, goes to the fullest sample that has room for it. An epoch is all samples in an
 order that depends on the seed. A sample says where each token's conversation begins, so that attention and positions
 stay within it. Only the tokens of answers are labels. A conversation longer than a sample is cut at its end.
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from titan_like.data.batch import Batch
-from titan_like.data.packed import BY_RECORD, WHOLE, open_corpus, split_range, split_weights, token_fingerprint
 from titan_like.data.source import IGNORED_LABEL, DataRequest, Source, digest_of
-from titan_like.data.tokenizer import tokenizer_of
+from titan_like.data.text.packed import BY_RECORD, WHOLE, open_corpus, split_range, split_weights, token_fingerprint
+from titan_like.data.text.tokenizer import tokenizer_of
 
 
 class ConversationSource(Source):

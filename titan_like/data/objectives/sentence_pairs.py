@@ -20,9 +20,9 @@ import torch
 
 from titan_like.config.errors import ConfigError
 from titan_like.data.batch import Batch, arrays_of, num_labels, without_labels
-from titan_like.data.permutation import sample_generator
+from titan_like.data.loading.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import Tokenizer, check_ids
+from titan_like.data.text.tokenizer import Tokenizer, check_ids
 from titan_like.models.layers.key_ranges import KeyRanges
 
 ADDED = 3  # tokens around two sentences

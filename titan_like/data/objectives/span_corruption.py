@@ -2,7 +2,7 @@
 
 The encoder reads the text with a sentinel in place of each span, then the end token. The decoder writes each span after
 its sentinel, then the end token. As in T5's code there is no sentinel after the last span, the first token always stays
-and the last one never does. All samples have the same lengths (`titan_like.data.lengths`).
+and the last one never does. All samples have the same lengths (`titan_like.data.loading.lengths`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, arrays_of
-from titan_like.data.lengths import SampleLength, sample_length, span_counts
-from titan_like.data.permutation import sample_generator
+from titan_like.data.loading.lengths import SampleLength, sample_length, span_counts
+from titan_like.data.loading.permutation import sample_generator
 from titan_like.data.source import IGNORED_LABEL
-from titan_like.data.tokenizer import ByteTokenizer, Tokenizer, check_ids, check_token
+from titan_like.data.text.tokenizer import ByteTokenizer, Tokenizer, check_ids, check_token
 from titan_like.models.config import TransformerConfig
 
 

@@ -1,0 +1,1 @@
+"""Turns conversations into samples that train a model on the answers."""

@@ -1,0 +1,1 @@
+"""The global sample stream: its order, its length, its mixture, and the batches that each rank loads."""
