@@ -17,7 +17,7 @@ from tests.unit.template_cases import PUBLISHED, save_published
 from titan_like.config import load_config
 from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
-from titan_like.evaluate.sampling import generate, stop_ids
+from titan_like.evaluate.sampling import Sampling, generate, stop_ids
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -218,7 +218,7 @@ def test_a_tuned_model_stops_as_its_source_does(tmp_path: Path) -> None:
             whole = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0].tolist()
             written = whole[len(prompt) :]
             stops = stop_ids(build_tokenizer(str(exported)), path)
-            options: dict[str, Any] = {"temperature": 0, "stop_ids": stops, "device": torch.device("cpu")}
-            assert generate(ours, prompt, 40, **options) == [token for token in written if token not in ends]
+            sampling = Sampling(40, temperature=0, stop_ids=stops)
+            assert generate(ours, prompt, sampling) == [token for token in written if token not in ends]
             assert written[-1] in ends and len(written) < 40, name
             assert tokenizer.decode(written[:-1]).endswith(answer)

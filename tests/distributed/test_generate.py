@@ -12,7 +12,7 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.evaluate.inference import ParallelInference, find_checkpoint, load_for_inference, load_parallel_model
-from titan_like.evaluate.sampling import generate
+from titan_like.evaluate.sampling import Sampling, generate
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -20,11 +20,9 @@ from titan_like.train.trainer import Trainer
 
 PROMPT = list(b"abcdefghijk")
 NEW_TOKENS = 8
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0, "prefix_lm": True},
-    {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": 3},
-]
+GREEDY = Sampling(NEW_TOKENS, temperature=0)
+CASES = [(GREEDY, False), (GREEDY, True), (Sampling(NEW_TOKENS, top_k=40, top_p=0.95, seed=3), False)]
+"""(sampling, whether the prompt is a prefix)."""
 FAMILIES = ("gpt", "llama", "t5")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b, tensor": pipeline() | tensor(),
@@ -56,12 +54,11 @@ def config_of(folder: Path, family: str, layout: dict[str, Any]) -> JobConfig:
     return base_config(folder / family, layout | few | {"model.family": family, "model.overrides": overrides})
 
 
-def write(model: Any, family: str, options: dict[str, Any]) -> list[int]:
+def write(model: Any, family: str, sampling: Sampling, prefix_lm: bool) -> list[int]:
     """What follows the prompt, or what a t5 writes that reads it."""
     if family != "t5":
-        return generate(model, PROMPT, NEW_TOKENS, **options)
-    options = {key: value for key, value in options.items() if key != "prefix_lm"}
-    return generate(model, [ByteTokenizer.pad_id], NEW_TOKENS, encoder_tokens=PROMPT, **options)
+        return generate(model, PROMPT, sampling, prefix_lm=prefix_lm)
+    return generate(model, [ByteTokenizer.pad_id], sampling, encoder_tokens=PROMPT)
 
 
 def train_and_generate(rank: int, folder: Path) -> dict[str, list[int]]:
@@ -80,8 +77,8 @@ def train_and_generate(rank: int, folder: Path) -> dict[str, list[int]]:
                 lengths = {"max_tokens": 1 + NEW_TOKENS, "encoder_len": len(PROMPT)}
             split = load_parallel_model(config, find_checkpoint(config), mesh, run.device)
             model = ParallelInference(config, split, mesh, run.device, **lengths)
-            for number, options in enumerate(SAMPLING):
-                found[f"{family} {name} {number}"] = write(model, family, options)
+            for number, case in enumerate(CASES):
+                found[f"{family} {name} {number}"] = write(model, family, *case)
     return found
 
 
@@ -103,9 +100,9 @@ def test_every_layout_continues_like_one_process(
     # Under sequence parallelism gpt's window of 17 tokens has 16 of them: the longest even one.
     if family == "gpt" and LAYOUTS[layout].get("parallelism.sequence_parallel"):
         model.config = model.config.model_copy(update={"max_seq_len": 16})
-    for number, options in enumerate(SAMPLING):
-        expected = write(model, family, options)
+    for number, case in enumerate(CASES):
+        expected = write(model, family, *case)
         assert len(set(expected)) > 1
         assert tokens[f"{family} {layout} {number}"] == expected
     if family != "t5":
-        assert write(model, family, SAMPLING[0]) != write(model, family, SAMPLING[1])
+        assert write(model, family, *CASES[0]) != write(model, family, *CASES[1])

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.float64 import bound, in_float64
 from tests.unit.hugging_face_cases import random_model, save_checkpoint
 from titan_like.checkpoint.loader import CheckpointWeights
-from titan_like.evaluate.sampling import generate
+from titan_like.evaluate.sampling import Sampling, generate
 from titan_like.hugging_face.convert import from_hugging_face, to_hugging_face
 from titan_like.hugging_face.folder import open_hugging_face, slice_reader
 from titan_like.models.batch import Batch
@@ -186,7 +186,7 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
         options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
         continued = exact.generate(prompt, **options)[0, 12:].tolist()
         assert loaded.generate(prompt, **options)[0, 12:].tolist() == continued
-        assert generate(ours, prompt[0].tolist(), 20, temperature=0) == continued
+        assert generate(ours, prompt[0].tolist(), Sampling(20, temperature=0)) == continued
 
 
 @pytest.mark.parametrize("model_type", [one.model_types[0] for one in CLASSES])

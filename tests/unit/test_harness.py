@@ -18,7 +18,8 @@ from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.text.tokenizer import tokenizer_of
 from titan_like.evaluate.inference import find_checkpoint, load_parallel_model
-from titan_like.evaluate.sampling import generate, stop_ids
+from titan_like.evaluate.sampling import Sampling, generate, stop_ids
+from titan_like.evaluate.scoring import Scorer
 from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train.job import process_group
@@ -72,7 +73,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         weights.embedding.weight[sorted(tokenizer.special_ids)] *= 2  # so that the model writes them
     path = save_checkpoint(folder / "run", weights, data=tree["data"])
     to_hugging_face(CheckpointWeights(path), folder / "export", None, 10**9, None)
-    ends = generate(weights, tokenizer.encode("the quick brown").tolist(), NEW_TOKENS, temperature=0)[7:9]
+    ends = generate(weights, tokenizer.encode("the quick brown").tolist(), Sampling(NEW_TOKENS, temperature=0))[7:9]
     for place in (path, folder / "export"):
         (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     theirs = HFLM(str(folder / "export"), max_length=SEQ_LEN, batch_size=1, device="cpu", dtype="float64")
@@ -84,7 +85,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with process_group(device):
         mesh = build_mesh(layout, "cpu")
         model = load_parallel_model(config, find_checkpoint(config), mesh, device)
-        yield CheckpointLM(config, model, mesh, device, tokenizer, stop_ids(tokenizer, path)), theirs
+        yield CheckpointLM(Scorer(config, model, mesh, device), tokenizer, stop_ids(tokenizer, path)), theirs
 
 
 # What a task says of sampling, and what generation_config.json says.

@@ -33,7 +33,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.evaluate.inference import find_checkpoint, load_for_inference
-from titan_like.evaluate.sampling import generate
+from titan_like.evaluate.sampling import Sampling, generate
 from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models.batch import Batch
 from titan_like.train.initial_weights import check_initial_weights
@@ -153,7 +153,7 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
     continued = theirs.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
     )
-    expected = generate(model, prompt, NEW_TOKENS, temperature=0)
+    expected = generate(model, prompt, Sampling(NEW_TOKENS, temperature=0))
     assert len(expected) == NEW_TOKENS and len(set(expected)) > 3
     assert continued[0, 5:].tolist() == expected
 

@@ -19,6 +19,7 @@ from titan_like.config.errors import RunError
 from titan_like.config.options import check_output_file, json_text, write_json
 from titan_like.config.schema import Model
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
+from titan_like.evaluate.sampling import Sampling
 from titan_like.evaluate.sampling import generate as continuation
 from titan_like.models.registry import build_model, model_config
 from titan_like.train.rules import resolve_for_inference, resolve_settings
@@ -103,7 +104,8 @@ def test_a_checkpoint_names_its_own_run(dump_folder: Path, tmp_path: Path, monke
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
         options = ["--max_new_tokens=5", "--temperature=0", "--prompt=ab", "--json=a.json"]
         assert generate.main(["--checkpoint", folder, *settings, *options]) == 0
-        tokens = continuation(model, tokenizer.encode("ab").tolist(), 5, temperature=0, stop_ids=tokenizer.stop_ids)
+        sampling = Sampling(5, temperature=0, stop_ids=tokenizer.stop_ids)
+        tokens = continuation(model, tokenizer.encode("ab").tolist(), sampling)
         assert json.loads(Path("a.json").read_text())["tokens"] == tokens
     (tmp_path / "text").write_text("abc" * 20)
     assert evaluate.main(["--checkpoint=run", "--task=text=text", "--training.seq_len=32", "--json=a.json"]) == 0

@@ -10,7 +10,7 @@ from titan_like.models.batch import Batch
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPT
-from titan_like.models.layers.init import normal_rows
+from titan_like.models.layers.init import standard_rows
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import build_model, config_class, flavors, model_config
 
@@ -168,11 +168,11 @@ def test_weights_have_the_standard_deviation_of_gpt2(family, changes, residual, 
 @pytest.mark.parametrize("shape", [(5000, 7), (1000, 3, 2), (12, 300), (977,)])
 def test_rows_drawn_alone_equal_rows_of_the_whole(shape):
     shape = torch.Size(shape)
-    whole = normal_rows(3, "weight", shape, 0.5, 0, shape[0], 256)  # many blocks in a small parameter
+    whole = standard_rows(3, "weight", shape, range(shape[0]), 256)  # many blocks in a small parameter
     assert whole.shape == shape
     ranges = torch.randint(shape[0] + 1, (60, 2), generator=torch.Generator().manual_seed(0)).sort().values.tolist()
     for start, stop in [*ranges, [0, 0], [0, 1], [shape[0] - 1, shape[0]], [5, 5]]:
-        rows = normal_rows(3, "weight", shape, 0.5, start, stop, 256)
+        rows = standard_rows(3, "weight", shape, range(start, stop), 256)
         assert torch.equal(rows, whole[start:stop])
     assert len(torch.unique(whole)) > 0.999 * whole.numel()  # no block repeats another
 

@@ -14,7 +14,7 @@ from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands import generate as command
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Model
-from titan_like.evaluate.sampling import filter_logits, generate
+from titan_like.evaluate.sampling import Sampling, filter_logits, generate
 from titan_like.hugging_face.convert import to_hugging_face
 from titan_like.models.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges
@@ -69,24 +69,24 @@ def test_temperature_0_takes_the_most_probable_token_after_the_last_max_seq_len(
         mask = KeyRanges(torch.zeros(1, len(ends), dtype=torch.int64), torch.tensor([ends]))
         with torch.no_grad():
             tokens = [*tokens, int(model(Batch(torch.tensor([tokens[first:]]), document_mask=mask))[0, -1].argmax())]
-    settings = {"prefix_lm": prefix_lm}
-    assert generate(model, prompt, 20, temperature=0, **settings) == tokens[length:]
-    assert generate(model, prompt, 20, temperature=0, seed=5, top_k=3, top_p=0.1, **settings) == tokens[length:]
-    assert generate(model, prompt, 20, top_k=1, seed=9, **settings) == tokens[length:]
-    assert generate(model, prompt, 20, temperature=1e-4, seed=9, **settings) == tokens[length:]
+    greedy = [Sampling(20, temperature=0), Sampling(20, temperature=0, seed=5, top_k=3, top_p=0.1)]
+    greedy += [Sampling(20, top_k=1, seed=9), Sampling(20, temperature=1e-4, seed=9)]
+    for sampling in greedy:
+        assert generate(model, prompt, sampling, prefix_lm=prefix_lm) == tokens[length:]
 
 
 def test_seed_decides_the_text(model):
-    texts = [generate(model, PROMPT, 12, seed=seed) for seed in (0, 0, 1, 2)]
+    texts = [generate(model, PROMPT, Sampling(12, seed=seed)) for seed in (0, 0, 1, 2)]
     torch.manual_seed(123)  # other draws do not matter
-    assert generate(model, PROMPT, 12, seed=0) == texts[0] == texts[1]
+    assert generate(model, PROMPT, Sampling(12, seed=0)) == texts[0] == texts[1]
     assert texts[0] != texts[2] != texts[3] != texts[0]
     assert {len(text) for text in texts} == {12}
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 5)])
 def test_first_token_follows_the_distribution(model, temperature, top_k):
-    draws = [generate(model, PROMPT, 1, temperature=temperature, top_k=top_k, seed=seed)[0] for seed in range(200)]
+    samplings = [Sampling(1, temperature=temperature, top_k=top_k, seed=seed) for seed in range(200)]
+    draws = [generate(model, PROMPT, sampling)[0] for sampling in samplings]
     observed = torch.bincount(torch.tensor(draws), minlength=model.config.padded_vocab_size) / len(draws)
     with torch.no_grad():
         scaled = model(Batch(torch.tensor([PROMPT])))[0, -1].double() / temperature
@@ -102,15 +102,20 @@ def test_first_token_follows_the_distribution(model, temperature, top_k):
 
 def test_only_real_tokens_are_drawn(model):
     assert model.config.padded_vocab_size == 384
-    assert max(generate(model, PROMPT, 200, temperature=50.0)) in range(240, 257)
+    assert max(generate(model, PROMPT, Sampling(200, temperature=50.0))) in range(240, 257)
 
 
 def test_stops_at_the_end_of_the_document_or_when_the_text_is_complete(model):
-    text, seen = generate(model, PROMPT, 12, seed=0), []
-    assert generate(model, PROMPT, 12, seed=0, stop_ids={text[5], 999}) == text[: text.index(text[5])]
+    text, seen = generate(model, PROMPT, Sampling(12)), []
+    assert generate(model, PROMPT, Sampling(12, stop_ids={text[5], 999})) == text[: text.index(text[5])]
     unused = next(token for token in range(257) if token not in text)
-    assert generate(model, PROMPT, 12, seed=0, stop_ids={unused}) == text
-    assert generate(model, PROMPT, 12, seed=0, is_complete=lambda new: seen.append(new) or len(new) == 4) == text[:4]
+    assert generate(model, PROMPT, Sampling(12, stop_ids={unused})) == text
+
+    def is_complete(new):
+        seen.append(new)
+        return len(new) == 4
+
+    assert generate(model, PROMPT, Sampling(12), is_complete=is_complete) == text[:4]
     assert seen == [text[:1], text[:2], text[:3], text[:4]]
 
 
@@ -119,7 +124,7 @@ def test_dropout_is_off_while_sampling():
     model = build_model(model_config(Model(overrides=overrides)), "gpt")
     model.init_weights(seed=3)
     model.train()
-    assert len({tuple(generate(model, PROMPT, 6, temperature=0)) for _ in range(4)}) == 1
+    assert len({tuple(generate(model, PROMPT, Sampling(6, temperature=0))) for _ in range(4)}) == 1
 
 
 @pytest.mark.parametrize("kind", ["spm", "l3", "chatml"])
@@ -129,16 +134,17 @@ def test_a_text_is_continued_as_transformers_would(tmp_path, monkeypatch, capsys
     ).parent
     theirs = AutoTokenizer.from_pretrained(folder)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')  # of the checkpoint
-    asked = []
+    asked, texts = [], []
 
-    def sample(config, path, prompt, ends, options):
-        asked.append((prompt, set(ends)))
-        return theirs(f"{options.prompt} the mat 日").input_ids[len(theirs(options.prompt).input_ids) :]
+    def sample(config, path, prompt, sampling):
+        asked.append((prompt, set(sampling.stop_ids)))
+        return theirs(f"{texts[-1]} the mat 日").input_ids[len(theirs(texts[-1]).input_ids) :]
 
     monkeypatch.setattr("titan_like.evaluate.inference.find_checkpoint", lambda config: tmp_path)
     monkeypatch.setattr(command, "sample", sample)
 
     def prompt_of(prompt, *settings):
+        texts.append(prompt)
         basic = [f"--data.tokenizer={folder}/tokenizer.json", "--training.steps=1", f"--json={tmp_path}/answer.json"]
         command.main([*basic, "--prompt", prompt, *settings])
         assert capsys.readouterr().out == f"{prompt} the mat 日\n"
@@ -179,7 +185,7 @@ def test_a_conversation_is_that_of_transformers(tmp_path, monkeypatch, capsys, s
     path = save_checkpoint(tmp_path / "run", model, data={"tokenizer": str(folder)})
     messages = [{"role": "system", "content": "Sit."}, {"role": "user", "content": "the cat"}]
     prompt = theirs.apply_chat_template(messages, add_generation_prompt=True).input_ids
-    ends = generate(model, prompt, 12, temperature=0)[7:9]  # so that the first answer ends with one of them
+    ends = generate(model, prompt, Sampling(12, temperature=0))[7:9]  # so that the first answer ends with one of them
     fields = {"eos_token_id": ends} | ({"do_sample": True, "top_k": 1} if sampled else {})
     (path / "generation_config.json").write_text(json.dumps(fields))
     to_hugging_face(CheckpointWeights(path), tmp_path / "hf", None, 10**9, None)
@@ -229,7 +235,7 @@ def test_answers_come_back_in_the_form_of_the_template(tmp_path, monkeypatch, na
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     written = theirs(answer.format("<|channel|>final<|message|>"), add_special_tokens=False).input_ids
 
-    def continue_prompt(prompt, ends, options, is_complete):
+    def continue_prompt(prompt, sampling, is_complete):
         prompts.append(prompt)
         return written
 

@@ -15,7 +15,7 @@ from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands.generate import main
 from titan_like.data.objectives.span_corruption import decode_with_sentinels, encode_with_sentinels
 from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
-from titan_like.evaluate.sampling import generate
+from titan_like.evaluate.sampling import Sampling, generate
 from titan_like.hugging_face.convert import to_hugging_face
 
 START, NO_END, NEW_TOKENS = 0, 1, 24
@@ -30,7 +30,8 @@ def test_greedy_generation_equals_transformers(mlp: str, tied: bool) -> None:
         prompt = torch.randint(2, 101, (1, length), generator=torch.Generator().manual_seed(length))
         limits: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "decoder_start_token_id": START}
         expected = theirs.generate(prompt, eos_token_id=NO_END, pad_token_id=START, **limits)[0, 1:].tolist()
-        ours = generate(model, [START], NEW_TOKENS, temperature=0, stop_ids={NO_END}, encoder_tokens=prompt[0].tolist())
+        sampling = Sampling(NEW_TOKENS, temperature=0, stop_ids={NO_END})
+        ours = generate(model, [START], sampling, encoder_tokens=prompt[0].tolist())
         assert expected[: len(ours)] == ours and expected[len(ours) :] in ([], [NO_END])
         written.append(tuple(ours))
     assert len(set(written)) == 3 and max(len(set(tokens)) for tokens in written) > 3

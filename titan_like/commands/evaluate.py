@@ -198,7 +198,7 @@ def score(
         given = {name: value for name, value in arguments.items() if value is not None}
         template, seed = options.apply_chat_template, options.seed
         ends, generation = stop_ids(tokenizer, path), generation_fields(path)
-        harness_model = CheckpointLM(config, model, mesh, device, tokenizer, ends, generation, template, seed)
+        harness_model = CheckpointLM(scorer, tokenizer, ends, generation, template, seed)
         return results, run_harness(harness_model, names, manager, **given)
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from titan_like.config.schema import JobConfig
     from titan_like.data.text.tokenizer import Tokenizer
     from titan_like.evaluate.inference import ParallelInference
+    from titan_like.evaluate.sampling import Sampling
     from titan_like.models.transformer import Transformer
 
 _SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
@@ -62,7 +64,7 @@ def main(argv: list[str]) -> int:
     from titan_like.data.objectives.span_corruption import decode_with_sentinels, encode_with_sentinels, padding_of
     from titan_like.data.text.tokenizer import ByteTokenizer, decode_after, tokenizer_of
     from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint
-    from titan_like.evaluate.sampling import SAMPLING, generation_fields, stop_ids
+    from titan_like.evaluate.sampling import SAMPLING, Sampling, generation_fields, stop_ids
     from titan_like.models.registry import model_config
 
     config = config or config_of_checkpoint(options.checkpoint, settings)
@@ -71,15 +73,15 @@ def main(argv: list[str]) -> int:
         check_predicts_next_token(config, model)
     path = find_checkpoint(config)
     tokenizer = tokenizer_of(config.data)
-    ends, fields = stop_ids(tokenizer, path), generation_fields(path) if options.chat else {}
+    fields = generation_fields(path) if options.chat else {}
     defaults = SAMPLING | fields if fields.get("do_sample") else _SAMPLING
-    for name in _SAMPLING:
-        if getattr(options, name) is None:
-            setattr(options, name, defaults[name])
+    chosen = {name: getattr(options, name) for name in _SAMPLING}
+    chosen = {name: defaults[name] if value is None else value for name, value in chosen.items()}
+    sampling = Sampling(options.max_new_tokens, seed=options.seed, stop_ids=stop_ids(tokenizer, path), **chosen)
     require(options.chat or options.system is None, "--system", options.system, "is for --chat; add that")
     if options.chat:
         require(model.is_causal, "--chat", True, "is for models that continue a text; leave it out")
-        messages = chat(config, path, tokenizer, ends, options)
+        messages = chat(config, path, tokenizer, sampling, options)
         if os.environ.get("RANK", "0") == "0":
             write_json(options.json, {"checkpoint": str(path), "messages": messages})
         return 0
@@ -91,12 +93,12 @@ def main(argv: list[str]) -> int:
         if not by_template and prompt[: len(first)] != first:
             prompt = [*first, *prompt]
         prompt = prompt or [tokenizer.eod_id]
-        tokens = sample(config, path, prompt, ends, options)
+        tokens = sample(config, path, prompt, sampling)
         answer = options.prompt + (continuation := decode_after(tokenizer, prompt, tokens))
     else:
         prompt = [*encode_with_sentinels(tokenizer, options.prompt), tokenizer.eod_id][-model.max_seq_len :]
         start = [padding_of(config.data.tokenizer, tokenizer)]
-        tokens = sample(config, path, start, ends, options, prompt)
+        tokens = sample(config, path, start, sampling, prompt)
         answer = continuation = decode_with_sentinels(tokenizer, tokens)
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -108,21 +110,17 @@ def main(argv: list[str]) -> int:
 
 
 def sample(
-    config: JobConfig,
-    path: Path,
-    prompt: list[int],
-    ends: Container[int],
-    options: argparse.Namespace,
-    encoder_tokens: list[int] | None = None,
+    config: JobConfig, path: Path, prompt: list[int], sampling: Sampling, encoder_tokens: list[int] | None = None
 ) -> list[int]:
-    """Tokens after the prompt, until one of ``ends``; in one process or, under torchrun, in the run's layout."""
-    with opened(config, path, len(prompt) + options.max_new_tokens, len(encoder_tokens or [])) as continue_prompt:
-        return continue_prompt(prompt, ends, options, encoder_tokens=encoder_tokens)
+    """Tokens after the prompt, in one process or, under torchrun, in the run's layout."""
+    max_tokens = len(prompt) + sampling.max_new_tokens
+    with opened(config, path, max_tokens, len(encoder_tokens or [])) as continue_prompt:
+        return continue_prompt(prompt, sampling, encoder_tokens=encoder_tokens)
 
 
 @contextmanager
 def opened(config: JobConfig, path: Path, max_tokens: int, encoder_len: int = 0) -> Iterator[Callable[..., list[int]]]:
-    """What continues prompts by the model of a checkpoint, to at most ``max_tokens``."""
+    """Open a checkpoint's model: a function like `generate`, for texts of at most ``max_tokens``."""
     import torch
 
     from titan_like.evaluate.inference import ParallelInference, load_for_inference, load_parallel_model
@@ -133,10 +131,8 @@ def opened(config: JobConfig, path: Path, max_tokens: int, encoder_len: int = 0)
     from titan_like.train.rules import resolve_for_inference
     from titan_like.train.setup import select_device
 
-    def continue_prompt(prompt: list[int], ends: Container[int], options: argparse.Namespace, **more: Any) -> list[int]:
-        names = ("temperature", "top_k", "top_p", "seed")
-        given = {name: getattr(options, name) for name in names} | {"prefix_lm": config.data.prefix_lm} | more
-        return generate(model, prompt, options.max_new_tokens, device=device, stop_ids=ends, **given)
+    def continue_prompt(prompt: list[int], sampling: Sampling, **more: Any) -> list[int]:
+        return generate(model, prompt, sampling, prefix_lm=config.data.prefix_lm, **more)
 
     model: Transformer | ParallelInference
     world_size = number_of_processes()
@@ -158,9 +154,12 @@ def opened(config: JobConfig, path: Path, max_tokens: int, encoder_len: int = 0)
 
 
 def chat(
-    config: JobConfig, path: Path, tokenizer: Tokenizer, ends: Container[int], options: argparse.Namespace
+    config: JobConfig, path: Path, tokenizer: Tokenizer, sampling: Sampling, options: argparse.Namespace
 ) -> list[dict[str, str]]:
-    """Answer messages, which are lines of the input, or --prompt alone; returns the conversation."""
+    """Answer messages, which are lines of the input, or --prompt alone; returns the conversation.
+
+    The seed of each answer is one more than that of the answer before.
+    """
     from titan_like.data.chat.template import read_template
 
     template = read_template(config.data.tokenizer)
@@ -190,8 +189,8 @@ def chat(
             except Exception as error:  # a template may raise anything
                 raise RunError(f"the chat template refuses the conversation ({first_line(error)})") from error
             (prompt, opening), shown = (encode(part).tolist() for part in (text, example.removeprefix(text))), ""
-            tokens = continue_prompt(prompt, ends, options, is_complete=show)
-            options.seed += 1
+            tokens = continue_prompt(prompt, sampling, is_complete=show)
+            sampling = replace(sampling, seed=sampling.seed + 1)
             if is_first:
                 print(tokenizer.decode(tokens)[len(shown) :], flush=True)
             # The template itself writes what begins a text, such as gpt-oss's channel, and not what is before that.

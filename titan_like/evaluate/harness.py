@@ -6,11 +6,10 @@ import fnmatch
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from jinja2 import TemplateError  # installed with lm_eval
 from lm_eval import evaluator
@@ -18,18 +17,16 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.errors import ConfigError, RunError, first_line, require
-from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
+from titan_like.config.schema import DEFAULT_TOKENS
 from titan_like.data.chat.template import read_template
 from titan_like.data.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from titan_like.evaluate.inference import ParallelInference
-from titan_like.evaluate.sampling import SAMPLING, generate
+from titan_like.evaluate.sampling import SAMPLING, Sampling, generate
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import ending_window
 from titan_like.hugging_face.tokenizer import byte_tokenizer
-from titan_like.parallel.model import ParallelModel
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -116,33 +113,33 @@ class CheckpointLM(TemplateLM):
 
     def __init__(
         self,
-        config: JobConfig,
-        model: ParallelModel,
-        mesh: DeviceMesh,
-        device: torch.device,
+        scorer: Scorer,
         tokenizer: Tokenizer,
-        stop_ids: Container[int],
+        stop_ids: Collection[int],
         generation: dict[str, Any] | None = None,
         template: str | bool | None = None,
         seed: int | None = None,
     ) -> None:
-        """``model`` comes from `titan_like.evaluate.inference.load_parallel_model`. ``stop_ids`` end a text.
+        """``scorer`` has the model, and its configuration and layout. ``stop_ids`` end a text.
 
-        ``generation`` is what the model's generation_config.json says, and ``template`` may name one of several chat
-        templates. ``seed`` decides, together with a request, the text that is sampled for it.
+        ``generation`` has the fields of the model's generation_config.json, and ``template`` may name one of several
+        chat templates. The text that is sampled for a request depends on ``seed`` and on the request.
         """
         super().__init__()
-        self._generation, self._seed = generation or {}, _SEED if seed is None else seed
-        self._template_name = template if isinstance(template, str) else None
+        config = scorer.config
+        self._scorer = scorer
+        self._seq_len = config.training.seq_len
+        self._inference = ParallelInference(config, scorer.model, scorer.mesh, scorer.device, self._seq_len)
+        self._prefix_lm = config.data.prefix_lm
         self._spec = config.data.tokenizer
-        self.computes = False  # whether the model is at work; the harness is not to blame for what it raises
-        self._scorer = Scorer(config, model, mesh, device)
-        self._inference = ParallelInference(config, model, mesh, device, config.training.seq_len)
-        self._seq_len, self._device = config.training.seq_len, device
         if isinstance(tokenizer, ByteTokenizer):
             tokenizer = HuggingFaceTokenizer(byte_tokenizer(), "byte", DEFAULT_TOKENS)
         self._tokenizer = tokenizer
-        self._prefix_lm, self._stop_ids = config.data.prefix_lm, stop_ids
+        self._stop_ids = stop_ids
+        self._generation = generation or {}
+        self._template_name = template if isinstance(template, str) else None
+        self._seed = _SEED if seed is None else seed
+        self.computes = False  # True while the model runs: what is raised then is no fault of the harness
 
     @property
     def eot_token_id(self) -> int:
@@ -212,19 +209,18 @@ class CheckpointLM(TemplateLM):
         limit, draws = settings.pop("max_gen_toks"), settings.pop("do_sample")
         if limit >= self._seq_len:
             raise RunError(f"a task generates {limit} tokens, which leaves no context in training.seq_len; raise that")
-        known = {name: value for name, value in self._generation.items() if name in (*SAMPLING, *_REFUSED)}
-        fields = known | settings
+        fields = {name: value for name, value in self._generation.items() if name in (*SAMPLING, *_REFUSED)} | settings
         for name, value in fields.items():
             if name not in SAMPLING and value and value != 1:  # such as num_beams = 1
                 by = f"a task sets {name} = {value} in generation_kwargs"
                 by = by if name in settings else f"generation_config.json has {name} = {value}"
                 raise RunError(f"{by}, which is not supported; take it out")
-        sampling: dict[str, Any] = {
+        chosen: dict[str, Any] = {
             name: default if fields.get(name) is None else type(default)(fields[name])
             for name, default in SAMPLING.items()
         }
         if not draws:
-            sampling["temperature"] = 0.0
+            chosen["temperature"] = 0.0
         # The harness looks for a stop sequence in its number of tokens and two more.
         sizes = {stop: len(self.tok_encode(stop, add_special_tokens=False)) + 2 for stop in stops}
 
@@ -233,9 +229,9 @@ class CheckpointLM(TemplateLM):
             return new[-1] in self._stop_ids or any(ends)
 
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self._seq_len - limit) :]
-        sampling |= {"seed": seed, "prefix_lm": self._prefix_lm, "is_complete": is_complete}
+        sampling = Sampling(limit, seed=seed, **chosen)
         self.computes = True
-        tokens = generate(self._inference, prompt, limit, device=self._device, **sampling)
+        tokens = generate(self._inference, prompt, sampling, prefix_lm=self._prefix_lm, is_complete=is_complete)
         self.computes = False
         text: str = postprocess_generated_text(self._tokenizer.decode(tokens), stops, None)
         return text

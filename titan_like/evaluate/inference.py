@@ -187,6 +187,7 @@ class ParallelInference:
         """``model`` comes from `load_parallel_model`. No call may have more than ``max_tokens`` tokens, except
         for the ``encoder_len`` tokens of an encoder, which needs sequence parallelism off.
         """
+        self.device = device
         shape, shards = model_config(config.model), Layout.of(config.parallelism).sequence_shards
         # Sequence parallelism needs equal parts.
         max_len = min(-(-max_tokens // shards), shape.max_seq_len // shards) * shards

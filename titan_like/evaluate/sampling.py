@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from titan_like.models.batch import Batch
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
 
-# How transformers' generate() draws unless a task or generation_config.json says otherwise, and the limits of each.
+# Defaults of transformers' generate(), and the limits of each field in generation_config.json.
 SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _LIMITS = dict.fromkeys(SAMPLING, (0.0, 1.0)) | {"temperature": (0.0, 1e4), "repetition_penalty": (1e-6, 1e6)}
 _LIMITS["top_k"] = (0, 2**63 - 1)
@@ -71,58 +72,70 @@ def _of_folder(path: Path, read: Callable[[Path], Any]) -> Any:
         raise ConfigError("checkpoint.folder", str(path), f"{error}; correct it") from None
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How a text is continued. Top-k, top-p and min-p are explained in `filter_logits`."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # logits are divided by it; 0 takes the most probable token
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # positive logits of tokens in the text are divided by it, others multiplied
+    seed: int = 0
+    stop_ids: Collection[int] = ()  # tokens that end the text
+
+
 @torch.no_grad()
 def generate(
     model: Transformer | ParallelInference,
     prompt: list[int],
-    max_new_tokens: int,
+    sampling: Sampling,
     *,
-    device: torch.device | str = "cpu",
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    stop_ids: Container[int] = (),
     prefix_lm: bool = False,
     encoder_tokens: list[int] | None = None,
     is_complete: Callable[[list[int]], bool] | None = None,
 ) -> list[int]:
     """Sample tokens after a prompt, until ``max_new_tokens`` or one of ``stop_ids``, which is not returned.
 
-    ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true.
-    Temperature 0 takes the most probable token. Positive logits of tokens that the text has already are divided by
-    ``repetition_penalty``, others multiplied (arXiv 1909.05858), as in transformers. The model sees at most the last
-    max_seq_len tokens. With ``prefix_lm`` the tokens of the prompt see each other, as in a prefix in training. A model
-    with an encoder reads all of ``encoder_tokens``, and the prompt is its decoder's.
+    ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true. The model
+    sees at most the last max_seq_len tokens. With ``prefix_lm`` the tokens of the prompt see each other, as in a prefix
+    in training. A model with an encoder reads all of ``encoder_tokens``, and the prompt is its decoder's. The
+    repetition penalty is that of transformers (arXiv 1909.05858).
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    device = model.device
+    generator = torch.Generator(device).manual_seed(sampling.seed)
     tokens = torch.tensor([prompt], device=device)
     memory = None if encoder_tokens is None else torch.tensor([encoder_tokens], device=device)
     encoder_len = None if encoder_tokens is None else len(encoder_tokens)
     model.eval()
-    for _ in range(max_new_tokens):
+    for _ in range(sampling.max_new_tokens):
         window = tokens[:, -model.config.max_seq_len :]
         document_mask = None
         if prefix_lm:
             prefix_end = len(prompt) - (tokens.shape[1] - window.shape[1])
-            order = torch.arange(window.shape[1], device=window.device)[None]
+            order = torch.arange(window.shape[1], device=device)[None]
             document_mask = KeyRanges(torch.zeros_like(order), (order + 1).clamp(min=prefix_end))
         inputs = window if memory is None else torch.cat((memory, window), 1)
         logits = model(Batch(inputs, document_mask=document_mask, encoder_len=encoder_len))[:, -1].float()  # [1, vocab]
-        if repetition_penalty != 1:
-            seen = logits.gather(1, tokens)
-            seen = torch.where(seen < 0, seen * repetition_penalty, seen / repetition_penalty)
-            logits = logits.scatter(1, tokens, seen)
-        if temperature == 0:
-            following = logits.argmax(-1, keepdim=True)
-        else:
-            probabilities = filter_logits(logits / temperature, top_k, top_p, min_p).softmax(-1)
-            following = torch.multinomial(probabilities, 1, generator=generator)
-        if following.item() in stop_ids:
+        following = next_token(logits, tokens, sampling, generator)
+        if following.item() in sampling.stop_ids:
             break
         tokens = torch.cat((tokens, following), dim=1)
         if is_complete is not None and is_complete(tokens[0, len(prompt) :].tolist()):
             break
     return tokens[0, len(prompt) :].tolist()
+
+
+def next_token(
+    logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling, generator: torch.Generator
+) -> torch.Tensor:
+    """Choose the token after ``tokens``, int64 [1, seq], by its logits, [1, vocab]: int64 [1, 1]."""
+    if sampling.repetition_penalty != 1:
+        seen = logits.gather(1, tokens)
+        seen = torch.where(seen < 0, seen * sampling.repetition_penalty, seen / sampling.repetition_penalty)
+        logits = logits.scatter(1, tokens, seen)
+    if sampling.temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    filtered = filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return torch.multinomial(filtered.softmax(-1), 1, generator=generator)

@@ -114,6 +114,11 @@ class Transformer(nn.Module):
         self.absent = frozenset(names.difference(name for name, _ in self.named_modules()))
 
     @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.parameters()).device
+
+    @property
     def last_norm(self) -> nn.Module:
         """The norm whose weights scale the logits. Only the last stage has it."""
         return self.norm

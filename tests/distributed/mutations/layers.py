@@ -92,13 +92,14 @@ def shard_of_padding_is_nan(original: Any, x: torch.Tensor, dim: int, group: Gro
     return gathered.masked_fill(gathered.isneginf(), float("nan"))
 
 
-@bug(init, "normal_rows")
-def later_blocks_of_shards_misplaced(original: Any, *drawn: Any) -> torch.Tensor:
+@bug(init, "standard_rows")
+def later_blocks_of_shards_misplaced(
+    original: Any, seed: int, name: str, shape: torch.Size, rows: range, elements: int
+) -> torch.Tensor:
     """Shards that begin above the first block of random numbers get those of the block before."""
-    seed, name, shape, std, start, stop, elements = drawn
     block = max(1, elements // shape[1:].numel())
-    shift = block if start >= block and start else 0
-    return original(seed, name, shape, std, start - shift, stop - shift, elements)
+    shift = block if rows.start >= block and rows.start else 0
+    return original(seed, name, shape, range(rows.start - shift, rows.stop - shift), elements)
 
 
 @bug(tensor_styles.VocabularyLoss, "forward")

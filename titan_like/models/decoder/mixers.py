@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
-from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionCore, SelfAttention
+from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionConfig, AttentionCore, SelfAttention
 from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, LatentSizes, latent_scale
 from titan_like.models.layers.norms import make_norm
 
@@ -52,21 +52,22 @@ class SoftmaxMixer(Mixer):
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
         """As in the base class."""
-        return SelfAttention(
+        attention = AttentionConfig(
             config.hidden_size,
             config.num_attention_heads,
             config.num_kv_heads,
             bias=config.attention_bias != "none",
             proj_bias=config.attention_bias == "all",
             head_dim=config.head_dim,
-            scale=config.attention_scale or None,
             qk_norm=config.qk_norm,
             norm_eps=config.norm_eps,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
+            scale=config.attention_scale or None,
             softcap=config.attention_softcap,
             window=kind.window,
             sinks=config.attention_sinks,
         )
+        return SelfAttention(attention)
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
         """As in the base class."""

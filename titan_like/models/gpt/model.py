@@ -8,7 +8,7 @@ from torch import nn
 
 from titan_like.models.batch import Batch, Context
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.layers.attention import SelfAttention
+from titan_like.models.layers.attention import AttentionConfig, SelfAttention
 from titan_like.models.layers.mlp import GeluMLP
 from titan_like.models.transformer import Transformer
 
@@ -19,12 +19,19 @@ class GPTLayer(nn.Module):
     def __init__(self, config: GPTConfig, is_causal: bool = True, approximate: str = "tanh") -> None:
         """``approximate`` is GELU's."""
         super().__init__()
-        hidden, heads, dropout = config.hidden_size, (config.num_attention_heads, config.num_kv_heads), config.dropout
-        self.dropout = dropout
-        self.attention_norm = nn.LayerNorm(hidden, config.norm_eps)
-        self.attention = SelfAttention(hidden, *heads, bias=True, dropout=dropout, is_causal=is_causal)
-        self.mlp_norm = nn.LayerNorm(hidden, config.norm_eps)
-        self.mlp = GeluMLP(hidden, config.ffn_hidden_size, approximate)
+        self.dropout = config.dropout
+        self.attention_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        attention = AttentionConfig(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_kv_heads,
+            bias=True,
+            dropout=config.dropout,
+            is_causal=is_causal,
+        )
+        self.attention = SelfAttention(attention)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GeluMLP(config.hidden_size, config.ffn_hidden_size, approximate)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -215,6 +216,31 @@ def _soft_capped(softcap: float) -> Callable[..., torch.Tensor]:
     return capped
 
 
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Sizes and options of a `SelfAttention`."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    _: KW_ONLY
+    bias: bool  # of the projection of queries, keys and values
+    proj_bias: bool | None = None  # of the output projection; None: as ``bias``
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    # Of queries and keys before the rotation: "head" normalises each head by itself (Qwen3), "all" the heads of a token
+    # together (OLMoE, arXiv 2409.02060).
+    qk_norm: Literal["none", "head", "all"] = "none"
+    norm_eps: float = 1e-5
+    norm: Callable[[int, float], Norm] = nn.RMSNorm  # makes a norm of a width and epsilon
+    # The others are those of `AttentionCore`.
+    dropout: float = 0.0
+    is_causal: bool = True
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int = 0
+    sinks: bool = False  # whether each head has one
+
+
 class SelfAttention(nn.Module):
     """Attention with fused projections for queries, keys and values.
 
@@ -222,44 +248,31 @@ class SelfAttention(nn.Module):
     a contiguous slice of whole groups is itself a smaller attention layer.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        num_kv_heads: int,
-        *,
-        bias: bool,
-        dropout: float = 0.0,
-        is_causal: bool = True,
-        head_dim: int | None = None,
-        scale: float | None = None,
-        qk_norm: Literal["none", "head", "all"] = "none",
-        norm_eps: float = 1e-5,
-        softcap: float = 0.0,
-        window: int = 0,
-        sinks: bool = False,
-        norm: Callable[[int, float], Norm] = nn.RMSNorm,
-        proj_bias: bool | None = None,
-    ) -> None:
-        """``head_dim`` is hidden_size / num_attention_heads by default; ``scale``, ``softcap``, ``window`` and sinks,
-        one for each head, are as in the core.
-
-        ``qk_norm`` normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a
-        token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of this width and epsilon.
-        ``proj_bias`` is that of the output projection, if not ``bias``.
-        """
+    def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
-        self.q_norm, self.k_norm = (
-            None if qk_norm == "none" else norm(self.head_dim * (1 if qk_norm == "head" else heads), norm_eps)
-            for heads in (num_attention_heads, num_kv_heads)
+        hidden_size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_kv_heads
+        self.head_dim = hidden_size // heads if config.head_dim is None else config.head_dim
+        self.is_norm_of_heads = config.qk_norm == "head"
+        self.q_norm = self.k_norm = None
+        if config.qk_norm != "none":
+            self.q_norm = config.norm(
+                self.head_dim if self.is_norm_of_heads else heads * self.head_dim, config.norm_eps
+            )
+            self.k_norm = config.norm(
+                self.head_dim if self.is_norm_of_heads else kv_heads * self.head_dim, config.norm_eps
+            )
+        self.queries_per_kv_head = heads // kv_heads
+        self.qkv = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.head_dim, bias=config.bias)
+        self.core = AttentionCore(
+            config.dropout,
+            config.is_causal,
+            scale=config.scale,
+            softcap=config.softcap,
+            window=config.window,
+            num_sinks=heads if config.sinks else 0,
         )
-        self.is_norm_of_heads = qk_norm == "head"
-        self.queries_per_kv_head = num_attention_heads // num_kv_heads
-        self.qkv = nn.Linear(hidden_size, (num_attention_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
-        self.core = AttentionCore(dropout, is_causal, scale, softcap, window, num_attention_heads if sinks else 0)
-        proj_bias = bias if proj_bias is None else proj_bias
-        self.proj = nn.Linear(num_attention_heads * self.head_dim, hidden_size, bias=proj_bias)
+        proj_bias = config.bias if config.proj_bias is None else config.proj_bias
+        self.proj = nn.Linear(heads * self.head_dim, hidden_size, bias=proj_bias)
 
     def forward(self, x: torch.Tensor, context: Context = _PLAIN) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope``, ``document_mask`` and ``bias``."""

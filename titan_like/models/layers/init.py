@@ -28,25 +28,23 @@ def _uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(*shape, generator=generator).mul_(2).sub_(1)
 
 
-def normal_rows(
-    seed: int, name: str, shape: torch.Size, std: float, start: int, stop: int, block: int = BLOCK_ELEMENTS
-) -> torch.Tensor:
-    """Rows [start, stop) of a parameter's initial value, drawn from N(0, std²): float32 [rows, …] on the CPU.
+def standard_rows(seed: int, name: str, shape: torch.Size, rows: range, block: int = BLOCK_ELEMENTS) -> torch.Tensor:
+    """Some rows of a parameter of this shape, drawn from N(0, 1): float32 [rows, …] on the CPU.
 
-    LoRA's A is drawn uniformly between -std and std.
+    LoRA's A is drawn uniformly between -1 and 1. ``block`` is the number of elements that one generator draws.
     """
     draw = _uniform if name.endswith(ADAPTER_NAMES) else torch.randn
     columns = shape[1:].numel()
     rows_per_block = max(1, block // max(columns, 1))
     pieces = []
-    for number in range(start // rows_per_block, -(-stop // rows_per_block)):
+    for number in range(rows.start // rows_per_block, -(-rows.stop // rows_per_block)):
         first = number * rows_per_block
         digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
-        own_seed = int.from_bytes(digest[:8], "little") >> 1  # torch's generators take seeds of 63 bits
-        generator = torch.Generator().manual_seed(own_seed)
-        rows = draw(min(rows_per_block, shape[0] - first), *shape[1:], generator=generator)
-        pieces.append(rows[max(start - first, 0) : stop - first])
-    return torch.cat(pieces).mul_(std) if pieces else torch.empty(0, *shape[1:])
+        block_seed = int.from_bytes(digest[:8], "little") >> 1  # torch's generators take seeds of 63 bits
+        generator = torch.Generator().manual_seed(block_seed)
+        drawn = draw(min(rows_per_block, shape[0] - first), *shape[1:], generator=generator)
+        pieces.append(drawn[max(rows.start - first, 0) : rows.stop - first])
+    return torch.cat(pieces) if pieces else torch.empty(0, *shape[1:])
 
 
 @torch.no_grad()
@@ -58,10 +56,8 @@ def fill_normal(
         if local.numel() == 0:
             continue
         start, stop = offset[0], offset[0] + local.shape[0]
-        if isinstance(std, torch.Tensor):
-            value = normal_rows(seed, name, parameter.shape, 1.0, start, stop, block) * std[start:stop, None]
-        else:
-            value = normal_rows(seed, name, parameter.shape, std, start, stop, block)
+        value = standard_rows(seed, name, parameter.shape, range(start, stop), block)
+        value *= std[start:stop, None] if isinstance(std, torch.Tensor) else std
         for dim in range(1, parameter.ndim):
             value = value.narrow(dim, offset[dim], local.shape[dim])
         local.copy_(value)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.batch import Batch, Context
-from titan_like.models.layers.attention import CrossAttention, SelfAttention
+from titan_like.models.layers.attention import AttentionConfig, CrossAttention, SelfAttention
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.config import T5Config
@@ -38,16 +38,17 @@ class T5Layer(nn.Module):
         hidden = config.hidden_size
         self.dropout = config.dropout
         self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
-        self.attention = SelfAttention(
+        attention = AttentionConfig(
             hidden,
             config.num_attention_heads,
             config.num_kv_heads,
             bias=False,
+            head_dim=config.head_dim,
             dropout=config.dropout,
             is_causal=is_causal,
-            head_dim=config.head_dim,
             scale=1.0,  # the initial queries are small enough
         )
+        self.attention = SelfAttention(attention)
         self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
         kind, activation = (GatedMLP, "gelu_tanh") if config.mlp == "gated_gelu" else (PlainMLP, "relu")
         self.mlp = kind(hidden, config.ffn_hidden_size, activation)
