@@ -147,6 +147,29 @@ def test_without_a_way_across_shards_context_parallelism_is_refused(home: Path) 
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("def build(", "def built(", "my_models.hybrid.mixer:LinearMixer has no method build; add it"),
+        ("def plan(", "def planned(", "my_models.hybrid.mixer:LinearMixer has no method plan; add it"),
+        ("return LinearAttention(", "{}['x'](", "LinearMixer raises KeyError ('x'); correct the package"),
+        ('return {"": "region"', 'return {}["x"], {"": "region"', "LinearMixer raises KeyError ('x'); correct"),
+        ("return LinearAttention(", "return (", "LinearMixer builds a tuple, which is no torch.nn.Module; correct"),
+    ],
+    ids=["no build", "no plan", "build raises", "plan raises", "no module"],
+)
+def test_a_broken_mixer_is_one_sentence(home: Path, old: str, new: str, sentence: str) -> None:
+    file = home / "my_models" / "hybrid" / "mixer.py"
+    whole = file.read_text()
+    try:
+        file.write_text(whole.replace(old, new))
+        done = run(home, "train.py", *HYBRID, "--job.dry_run=true")
+    finally:
+        file.write_text(whole)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f'mixer = "linear": {sentence}' in done.stderr
+
+
+@pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         (['{linear = {mixer = "liner"}}'], 'mixer = "liner": unknown name; did you mean linear?'),

@@ -1,12 +1,17 @@
 """CP shards of sequences, as numbers."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import nn
 
 from titan_like.data.batch import Batch
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
-from titan_like.parallel.context import CPShard, RingCore
+from titan_like.parallel.collectives import Group
+from titan_like.parallel.context import CPShard, RingCore, apply_context_parallel
 from titan_like.parallel.cp_attention import _attention, shard, shard_positions, unshard
 from titan_like.parallel.extend import extend
 
@@ -60,6 +65,29 @@ def test_blocks_of_a_shard_of_queries_say_what_they_see() -> None:
     assert mask.shape == (1, 1, 512, 1024)
     seen = mask.to_dense()[0, 0]
     assert seen.int().tolist() == [[int(128 * key <= last) for key in range(8)] for last in places[127::128].tolist()]
+
+
+class Sharded(nn.Module):
+    """Shards the context of its part, which could do so alone."""
+
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.part, self.groups = part, list[Group]()
+
+    def shard_context(self, group: Group) -> None:
+        self.groups.append(group)
+        if isinstance(self.part, Sharded):
+            self.part.shard_context(group)
+
+
+def test_nested_modules_shard_the_context_once() -> None:
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList([Sharded(Sharded(AttentionCore(0.0))), Sharded()])
+    group = cast(Group, SimpleNamespace(size=2))
+    apply_context_parallel(model, group, "ring")
+    outer, alone = model.layers
+    assert outer.groups == outer.part.groups == alone.groups == [group]
+    assert isinstance(outer.part.part, RingCore) and model.context_shards == 2
 
 
 @pytest.mark.parametrize("travels", [False, True])

@@ -163,6 +163,14 @@ def test_more_layers_than_can_be_listed_are_refused(
     assert f"config.json has {field} = {count}, which must be at most 2048" in refusal(folder)
 
 
+def test_all_that_is_wrong_with_latent_attention_is_refused_at_once(tmp_path: Path) -> None:
+    fields = {"num_key_value_heads": 2, "num_experts_per_tok": -1, "attention_bias": 3, "scoring_func": "softmax"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "rope_scaling": 1} | fields))
+    with pytest.raises(ConfigError) as refused:
+        read_model(tmp_path, "--input")
+    assert all(f" has {field} = " in str(refused.value) for field in ("rope_scaling", *fields))
+
+
 VALUES = (10**9, 10**400, -1, 0, 0.5, 1e308, math.nan, "x", [], {}, None, True, [1], {"a": {}}, [[[]]])
 
 

@@ -30,10 +30,11 @@ def converted(
     """A field whose value ``parse`` reads, given one of its names, and ``written`` writes, given ours."""
 
     def read(fields: Fields, shape: Values) -> Values:
-        first, *others = [name for name in names if name in fields.values] or names[-1:]
+        first, *aliases = [name for name in names if name in fields.values] or names[-1:]
         value = parse(fields, first)
-        for name in others:
-            fields.must_be(name, value)
+        for alias in aliases:
+            if parse(fields, alias) != value:
+                fields.refuse(alias, f"but its other name {first} is {fields.values[first]}; leave one of them out")
         return {ours: value}
 
     return Field(read, lambda config: {names[-1]: written(getattr(config, ours))}, ours, names)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.config.schema import JobConfig
@@ -135,10 +136,15 @@ CORES: dict[str, type[ContextCore]] = {"all_gather": GatheredCore, "ulysses": Ul
 
 
 def apply_context_parallel(model: Transformer, group: Group, method: str) -> None:
-    """Let all that mixes positions in a model, or in one pipeline stage, work on CP shards."""
+    """Let all that mixes positions in a model, or in one pipeline stage, work on CP shards.
+
+    `shard_context` is called on the outermost modules that have it.
+    """
     model.context_shards = group.size
+    inner: set[nn.Module] = set()  # parts of modules that shard the context, which pass it on themselves
     for module in model.modules():
         if isinstance(module, AttentionCore):
             extend(module, CORES[method], group=group)
-        elif hasattr(module, "shard_context"):
+        elif hasattr(module, "shard_context") and module not in inner:
             cast(Any, module).shard_context(group)
+            inner.update(module.modules())

@@ -19,7 +19,7 @@ from titan_like.models.decoder.fields import (
     experts,
     head_size,
     kv_heads,
-    score_scale,
+    latent_kv_heads,
 )
 from titan_like.models.decoder.rope import Rope
 from titan_like.models.fields import Field, choice, count, fixed, nullable, reciprocal, renamed
@@ -58,7 +58,7 @@ class Class:
     name: str
     model_types: tuple[str, ...]  # the first is written
     # Defaults of vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-    # num_key_value_heads (0: as many; None: without that field) and max_position_embeddings.
+    # num_key_value_heads (0: as many; None: ``fields`` says how it is read) and max_position_embeddings.
     sizes: tuple[int, int, int, int, int, int | None, int]
     always: Mapping[str, Any] = field(default_factory=dict)  # our fields that all its models have
     fields: tuple[Field, ...] = (_MLP_BIAS, _HEAD, _BIAS)  # besides those that follow
@@ -111,7 +111,7 @@ _GEMMA_FIELDS = (
     head_size(256), _BIAS,
     Field(
         lambda fields, shape: {"attention_scale": fields.positive("query_pre_attn_scalar", 256) ** -0.5},
-        lambda config: {"query_pre_attn_scalar": round(score_scale(config) ** -2)},
+        lambda config: {"query_pre_attn_scalar": round(config.score_scale**-2)},
     ),
     Field(lambda fields, shape: {"embedding_scale": shape["hidden_size"] ** 0.5, "round_embedding_scale": True}),
 )
@@ -151,7 +151,7 @@ CLASSES = (
             renamed("residual_scale", "residual_multiplier", 1.0),
             Field(
                 lambda fields, shape: {"attention_scale": fields.positive("attention_multiplier", 1.0)},
-                lambda config: {"attention_multiplier": score_scale(config)},
+                lambda config: {"attention_multiplier": config.score_scale},
             ),
             reciprocal("logit_scale", "logits_scaling", 1.0),
             _HEAD, _BIAS,
@@ -273,14 +273,14 @@ CLASSES = (
         },
     ),
     Class(
-        "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, 128, 4096),
+        "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, None, 4096),
         {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0},  # biases stay as they are
         (
             renamed("kv_lora_rank", "kv_lora_rank", 512), renamed("nope_head_size", "qk_nope_head_dim", 128),
             renamed("rope_head_size", "qk_rope_head_dim", 64), renamed("value_head_size", "v_head_dim", 128),
             renamed("routed_scaling", "routed_scaling_factor", 2.5),
             renamed("router_groups", "n_group", 8), renamed("router_top_groups", "topk_group", 4),
-            head_size(None), _BIAS, nullable("q_lora_rank", "q_lora_rank", 1536),
+            head_size(None), latent_kv_heads(), _BIAS, nullable("q_lora_rank", "q_lora_rank", 1536),
             count("mtp_layers", "num_nextn_predict_layers", 0),
             *experts("n_routed_experts", 256, 8, "moe_intermediate_size", 2048),
             renamed("renormalize", "norm_topk_prob", True), count("num_dense_layers", "first_k_dense_replace", 3),

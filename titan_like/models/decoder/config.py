@@ -165,6 +165,11 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return self.rope_head_size or int(self.head_dim * self.rotary_fraction)
 
     @property
+    def score_scale(self) -> float:
+        """The factor on the scores of attention, without yarn's in latent attention."""
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
     def attention_size(self) -> int:
         """Width of all query heads together, of which FLOPs are counted: in latent attention the mean with values."""
         if not self.kv_lora_rank:
@@ -209,6 +214,9 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
         is_mixer = isinstance(mixer, type) and issubclass(mixer, Mixer)
         require(is_mixer, "mixer", name, f"{entry.value} is not a subclass of titan_like.models.decoder.mixers.Mixer")
+        for method in ("build", "plan"):
+            is_there = getattr(mixer, method) is not getattr(Mixer, method)
+            require(is_there, "mixer", name, f"{entry.value} has no method {method}; add it")
         return mixer.model_validate(layers.options)
 
     @property

@@ -36,27 +36,30 @@ def kv_heads(default: int) -> Field:
     )
 
 
+def latent_kv_heads() -> Field:
+    """The number of key and value heads of latent attention, which is that of query heads."""
+
+    def read(fields: Fields, shape: Values) -> Values:
+        heads = shape["num_attention_heads"]
+        if fields.get("num_key_value_heads") not in (None, heads):
+            fields.refuse("num_key_value_heads", f"but latent attention has as many as query heads, {heads}")
+        return {"num_kv_heads": heads}
+
+    return Field(read, lambda config: {"num_key_value_heads": config.num_kv_heads})
+
+
 def head_size(default: int | None = 0) -> Field:
     """The width of a head: 0 is hidden size / heads, None always that, or with latents what is rotated."""
 
     def read(fields: Fields, shape: Values) -> Values:
-        heads = shape["num_attention_heads"]
-        size = shape.get("rope_head_size") or shape["hidden_size"] // heads
+        size = shape.get("rope_head_size") or shape["hidden_size"] // shape["num_attention_heads"]
         if default is not None:
             return {"head_size": fields.integer("head_dim", default or max(1, size))}
         if fields.get("head_dim") is not None:
             fields.must_be("head_dim", size)
-        if "rope_head_size" in shape and shape["num_kv_heads"] not in (0, heads):
-            fields.refuse("num_key_value_heads", f"but latent attention has as many as query heads, {heads}")
         return {}
 
     return Field(read, lambda config: {} if default is None else {"head_dim": config.head_dim})
-
-
-def score_scale(config: DecoderConfig) -> float:
-    """The factor on the scores."""
-    width = config.nope_head_size + config.rope_head_size if config.kv_lora_rank else config.head_dim
-    return config.attention_scale or width**-0.5
 
 
 def experts(number: str, count: int, per_token: int, width: str, size: int) -> tuple[Field, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from titan_like.models.decoder.classes import CLASSES, NAMES, Class
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.decoder.fields import score_scale
 from titan_like.models.decoder.tensors import stored_parameters
 from titan_like.models.fields import read_fields, write_fields
 from titan_like.models.hugging_face import Fields, RefusedError, Stored, validated
@@ -112,7 +111,7 @@ def _compared(config: DecoderConfig) -> dict[str, Any]:
     values |= {"layer_pattern": layers if config.kinds else layers[:1] * config.num_layers}
     return values | {
         "balance": config.balance == "bias" and config.num_experts > 0,
-        "attention_scale": score_scale(config),
+        "attention_scale": config.score_scale,
     }
 
 

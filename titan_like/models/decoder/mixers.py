@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from titan_like.config.entry_points import MIXERS
+from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionConfig, AttentionCore, SelfAttention
 from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, LatentSizes, latent_scale
@@ -31,8 +33,9 @@ class Mixer(BaseModel):
         """The module of one layer, on the current default device.
 
         Under context parallelism only an `AttentionCore` in it may mix positions, or it has a method
-        ``shard_context(group)``. That is called once, and from then on the module gets this rank's shard of each
-        sequence. A part that multiplies each position by more than its matrices has ``products_per_position``.
+        ``shard_context(group)``. That is called once, on the outermost module that has it, which from then on gets this
+        rank's shard of each sequence. A part that multiplies each position by more than its matrices has
+        ``products_per_position``.
         """
         raise NotImplementedError
 
@@ -43,6 +46,29 @@ class Mixer(BaseModel):
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Options to change in a small copy of the model with sequences of ``seq_len``."""
         return {}
+
+
+def build_mixer(config: DecoderConfig, kind: str) -> nn.Module:
+    """The module of a layer of the kind of this name.
+
+    Raises:
+        ConfigError: a package's mixer raises an error, or builds no module. Its plan is tried too, because only tensor
+            parallelism reads that.
+    """
+    layers, mixer = config.kind(kind), config.mixer_of(kind)
+    try:
+        mixer.plan(config)
+        module: Any = mixer.build(config, layers)
+    except Exception as error:
+        if layers.mixer in ("", *MIXERS):
+            raise
+        problem = f"{type(mixer).__name__} raises {type(error).__name__} ({first_line(error)}); correct the package"
+        raise ConfigError("mixer", layers.mixer, problem) from error
+    problem = (
+        f"{type(mixer).__name__} builds a {type(module).__name__}, which is no torch.nn.Module; correct the package"
+    )
+    require(isinstance(module, nn.Module), "mixer", layers.mixer, problem)
+    return module
 
 
 class SoftmaxMixer(Mixer):

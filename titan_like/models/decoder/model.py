@@ -11,6 +11,7 @@ from torch import nn
 
 from titan_like.models.batch import Batch, Context, Rope
 from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.decoder.mixers import build_mixer
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
@@ -124,8 +125,7 @@ class Decoder(Transformer):
 
     def new_attention(self, number: int) -> nn.Module:
         """Build what mixes positions in the layer with this number."""
-        name = self.config.kind_of(number)
-        return self.config.mixer_of(name).build(self.config, self.config.kind(name))
+        return build_mixer(self.config, self.config.kind_of(number))
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """As in the base class. Positions enter in the attention."""

@@ -69,8 +69,8 @@ class Rope:
                 name, "of which transformers reads no rope_type; give each type of layer a table in rope_parameters"
             )
         theta = of_full.number("rope_theta", fields.number(*self.theta))
-        if self.theta[0] != "rope_theta" and "rope_theta" in fields.values:
-            fields.must_be("rope_theta", theta, int(theta))
+        if self.theta[0] != "rope_theta" and fields.number("rope_theta", theta) != theta:
+            fields.refuse("rope_theta", f"but its other name {self.theta[0]} is {theta:g}; leave one of them out")
         full = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_full, max_seq_len)}
         sliding = full
         if self.local_theta is not None:
@@ -104,12 +104,12 @@ class Rope:
         return fields
 
     def _read_fraction(self, fields: Fields, table: Fields, name: str, default: float) -> float:
-        fraction = table.positive(_FRACTION, fields.positive(name, default))
+        named = fields.positive(name, default)
         if name in fields.values and fields.values[name] is None:
             fields.refuse(name, "which must be a number")
-        if name != _FRACTION and _FRACTION in fields.values:  # older versions save both names
-            fields.must_be(_FRACTION, fields.number(name, default))
-        return fraction
+        if name != _FRACTION and fields.number(_FRACTION, named) != named:  # older versions save both names
+            fields.refuse(_FRACTION, f"but its other name {name} is {named:g}; leave one of them out")
+        return table.positive(_FRACTION, named)
 
     def _read_scaling(self, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
         kind = "rope_type" if "rope_type" in table.values else "type"
