@@ -12,11 +12,11 @@ from tests.float64 import bound
 from titan_like.config.schema import JobConfig
 from titan_like.models.batch import Batch
 from titan_like.models.decoder.config import LayerKind
+from titan_like.models.decoder.model import Decoder
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.layers.positions import RelativeBias, rope_frequencies
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.models.llama.model import Llama
 from titan_like.models.registry import model_config
 from titan_like.models.transformer import Transformer
 
@@ -28,7 +28,7 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
     """
     has_masks = config.data.tells_documents_apart or config.data.prefix_lm
     takes_pairs = has_masks or model_config(config.model).predictions != ("tokens",)
-    if isinstance(model, Llama):
+    if isinstance(model, Decoder):
         model.rotary_tables = partial(_rotary, model)  # type: ignore[method-assign]
     model.masks = lambda *_: {}  # type: ignore[method-assign]  # windows are those of `_attend_to_pairs`
     for name, module in model.named_modules():
@@ -46,7 +46,7 @@ def _rows_of(table: nn.Module, positions: torch.Tensor) -> torch.Tensor:
     return table.weight[: len(positions)] if positions.ndim == 1 else table.weight[positions]
 
 
-def _rotary(model: Llama, batch: Batch) -> dict[str, Any]:
+def _rotary(model: Decoder, batch: Batch) -> dict[str, Any]:
     """(cos, sin) of each kind, one position at a time, and as precise as the model's own."""
     assert batch.positions is not None
     return {name: _table(model.config, model.config.kind(name), batch.positions) for name in model.config.kind_names}
@@ -62,7 +62,7 @@ def _table(config: LlamaConfig, kind: LayerKind, positions: torch.Tensor) -> tup
 
 
 def _turn(size: int, kind: LayerKind, pair: int) -> float:
-    """The angle by which a position turns a pair of dimensions, with the scaling of Llama 3.1."""
+    """The angle by which a position turns a pair of dimensions, with the scaling of Decoder 3.1."""
     angle, scaling = kind.rope_theta ** (-2 * pair / size), kind.rope_scaling
     if scaling is None:
         return angle

@@ -58,10 +58,11 @@ def generation_fields(path: Path) -> dict[str, Any]:
     file = path / GENERATION_FILE
     fields = {name: value for name, value in _of_folder(file, read_json).items() if value is not None}
     for name, default in SAMPLING.items():
-        (least, most), value, kind = _LIMITS[name], fields.get(name, default), type(default)
-        what = f"{'whole ' * (kind is int)}number from {least:g} to {most:g}"
-        problem = f"has a {file.name} whose {name} is no {what}; correct it"
-        require(type(value) in (int, kind) and least <= value <= most, "checkpoint.folder", str(path), problem)
+        least, most = _LIMITS[name]
+        value = fields.get(name, default)
+        what = "whole number" if isinstance(default, int) else "number"
+        reason = f"has a {file.name} whose {name} is no {what} from {least:g} to {most:g}; correct it"
+        require(type(value) in (int, type(default)) and least <= value <= most, "checkpoint.folder", str(path), reason)
     return fields
 
 

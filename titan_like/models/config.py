@@ -191,8 +191,8 @@ class TransformerConfig(BaseModel):
         """
         module = module_beside(cls, TransformerConfig, name)
         if module is None:
-            problem = f"the package has no module {name}, which is needed here; add it"
-            raise ConfigError("model.family", cls.__module__.rpartition(".")[0], problem)
+            reason = f"the package has no module {name}, which is needed here; add it"
+            raise ConfigError("model.family", cls.__module__.rpartition(".")[0], reason)
         return module
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class WithExperts(TransformerConfig):
     def active_parameters(self) -> int:
         """Trainable parameters, except those of experts that a token is not sent to."""
         hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size
-        expert = 3 * hidden * ffn + self.expert_bias * (2 * ffn + hidden)
+        expert = 3 * hidden * ffn + (2 * ffn + hidden if self.expert_bias else 0)
         unused = (sum(self.layer_counts) - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - unused * expert
 
@@ -376,15 +376,17 @@ class WithExperts(TransformerConfig):
         if not self.num_experts:
             return super().shrunk(seq_len)
         groups = min(self.router_groups, 3)
+        leaves_out_groups = self.router_top_groups < self.router_groups
         return super().shrunk(seq_len) | {
             # Odd, so that mistakes in their order show.
             "num_experts": 3 * groups if groups > 1 else min(self.num_experts, 5),
             "router_groups": groups,
-            "router_top_groups": min(self.router_top_groups, groups - (self.router_top_groups < self.router_groups)),
+            "router_top_groups": min(self.router_top_groups, groups - 1 if leaves_out_groups else groups),
             "experts_per_token": min(self.experts_per_token, 2),
             "expert_ffn_hidden_size": 48,  # of whole 16, which float8 products need
             **({} if self.num_dense_layers else {"ffn_hidden_size": 48}),
-            "num_shared_experts": 4 * (self.num_shared_experts > 0),  # one MLP of 192, of whole 16 on up to 4 ranks
+            # One MLP of 192, of whole 16 on up to 4 ranks.
+            "num_shared_experts": 4 if self.num_shared_experts else 0,
         }
 
 

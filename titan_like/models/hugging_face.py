@@ -105,7 +105,9 @@ class Stored:
 
     def blocks(self) -> list[Block]:
         """All rows of the sources, by matrix and by part."""
-        starts, blocks, number = {0, *accumulate(self.parts)} if not self.taken else {0}, [], 0
+        starts = {0} if self.taken else {0, *accumulate(self.parts)}  # of parts
+        blocks: list[Block] = []
+        number = 0  # of the row
         for (source, shape), rows in zip(self.sources.items(), self.rows, strict=True):
             matrices = [(slice(i, i + 1),) for i in range(shape[0])] if self.is_stacked else [()]
             length = rows // max(len(matrices), 1)
@@ -164,14 +166,12 @@ def whole(
     shape: tuple[int, ...],
     rows: int | None = None,
     is_transposed: bool = False,
-    copy: str | tuple[str, ...] | None = None,
+    copies: tuple[str, ...] = (),
 ) -> Stored:
     """A parameter that is stored in one tensor, completely or only its first ``rows``, and perhaps in copies of it."""
-    copies = (copy,) if isinstance(copy, str) else copy or ()
     held = (shape[0] if rows is None else rows, *shape[1:])
-    return Stored(
-        name, shape, {source: held[::-1] if is_transposed else held}, is_transposed=is_transposed, copies=copies
-    )
+    sources = {source: held[::-1] if is_transposed else held}
+    return Stored(name, shape, sources, is_transposed=is_transposed, copies=copies)
 
 
 def linear(
@@ -183,9 +183,9 @@ def linear(
     pairs: tuple[int, int, int] | None = None,
 ) -> Iterator[Stored]:
     """The weight, [out, in] or of a norm [hidden], and the bias of a layer."""
-    weight = whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed)
-    bias = whole(f"{ours}.bias", f"{theirs}.bias", shape[:1])
-    yield from (replace(stored, pairs=pairs) for stored in (weight, bias)[: 1 + has_bias])
+    yield replace(whole(f"{ours}.weight", f"{theirs}.weight", shape, is_transposed=is_transposed), pairs=pairs)
+    if has_bias:
+        yield replace(whole(f"{ours}.bias", f"{theirs}.bias", shape[:1]), pairs=pairs)
 
 
 def fused(
@@ -193,7 +193,7 @@ def fused(
     name: str,
     columns: tuple[int, ...],
     sources: tuple[str, ...],
-    transposed: bool = False,
+    is_transposed: bool = False,
     pairs: tuple[int, int, int] | None = None,
 ) -> Stored:
     """A fused projection, ordered [kv_heads, queries per kv head + 2, head_dim], or [kv_heads, 2, head_dim].
@@ -201,12 +201,14 @@ def fused(
     The files store queries, keys and values, or only the last two, in a tensor each, or in one, one below the other.
     """
     key_rows = config.num_kv_heads * config.head_dim
-    parts = (config.attention_size, key_rows, key_rows)[1 if len(sources) == 2 else 0 :]
+    parts: tuple[int, ...] = (key_rows, key_rows)
+    if len(sources) != 2:
+        parts = (config.attention_size, *parts)
     rows = parts if len(sources) > 1 else (sum(parts),)
-    shapes = {
-        source: (length, *columns)[:: -1 if transposed else 1] for source, length in zip(sources, rows, strict=True)
-    }
-    return Stored(name, (sum(parts), *columns), shapes, parts, config.num_kv_heads, transposed, pairs=pairs)
+    shapes = {source: (length, *columns) for source, length in zip(sources, rows, strict=True)}
+    if is_transposed:
+        shapes = {source: shape[::-1] for source, shape in shapes.items()}
+    return Stored(name, (sum(parts), *columns), shapes, parts, config.num_kv_heads, is_transposed, pairs=pairs)
 
 
 @torch.no_grad()
@@ -217,8 +219,10 @@ def to_tensors(parameters: Iterable[Stored], read: Callable[[str], torch.Tensor]
     """
     unfinished: dict[str, tuple[int, torch.Tensor]] = {}  # by first source: rows that are still missing, and all rows
     for stored in parameters:
-        parameter, order, total, key = read(stored.name), stored.order(), sum(stored.rows), next(iter(stored.sources))
-        rows = parameter[: len(order)]
+        order = stored.order()
+        total = sum(stored.rows)
+        key = next(iter(stored.sources))
+        rows = read(stored.name)[: len(order)]
         if total > len(order) or not torch.equal(order, torch.arange(total)):
             missing, values = unfinished.pop(key, (total, rows.new_empty(total, *rows.shape[1:])))
             rows = values.index_copy_(0, order, rows)
@@ -256,8 +260,8 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
         value = read(block.source, index)
         for copy in stored.copies:
             if not torch.equal(read(copy, index), value):
-                problem = f"config.json ties {block.source} and {copy}, but the files hold different values for them"
-                raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
+                reason = f"config.json ties {block.source} and {copy}, but the files hold different values for them"
+                raise RefusedError(f"{reason}; set tie_word_embeddings to false there")
         value = value.squeeze(0) if block.matrix else value
         value = (value.t() if stored.is_transposed else value)[source_rows - first]
         part[rows] = value.to(part.device, part.dtype)
@@ -296,11 +300,11 @@ class Fields:
         value = json.dumps(self.values[field])
         return f"{self._place}{field} = {value if len(value) <= 80 else value[:77] + '...'}"
 
-    def refuse(self, field: str, problem: str) -> NoReturn:
+    def refuse(self, field: str, reason: str) -> NoReturn:
         """Raise a `RefusedError` because of one field, whose name and value the message gives."""
         path = f"{self._place}{field}"
         what = f"config.json has {self.shown(field)}" if field in self.values else f"config.json has no {path}"
-        raise RefusedError(f"{what}, {problem}", field=path)
+        raise RefusedError(f"{what}, {reason}", field=path)
 
     def integer(self, field: str, default: int | None = None) -> int:
         """Read a positive integer."""

@@ -90,25 +90,29 @@ def parts_of(config: TransformerConfig) -> Parts:
     """Count the sizes of a model's parts."""
     model, predicts_next = one_of_each(config), "mtp" in config.predictions
     # A tied table is the output matrix, and so is after the layers.
-    head = [*parameters_of(model, (*model.head, "output", "output_bias"))]
-    head += [("embedding.weight", model.embedding.weight)] if config.tied_embeddings else []
-    entry = parameters_of(model, model.entry)
+    head = dict(parameters_of(model, (*model.head, "output", "output_bias")))
+    entry = dict(parameters_of(model, model.entry))
+    if config.tied_embeddings:
+        head["embedding.weight"] = entry.pop("embedding.weight", model.embedding.weight)
+    head_matrices = 0
+    for name, parameter in head.items():
+        if parameter.ndim == 2 and name.split(".")[0] not in model.pooled:
+            uses = 2 if predicts_next and name in ("output.weight", "embedding.weight") else 1
+            head_matrices += uses * parameter.numel()
     return Parts(
-        tuple(map(_layer_parts, model.layers.values())),
-        sum(parameter.numel() for _, parameter in parameters_of(model, model.shared)),
-        sum(p.numel() for name, p in entry if not (config.tied_embeddings and name == "embedding.weight")),
-        sum(parameter.numel() for _, parameter in head),
-        sum(
-            p.numel() * (1 + predicts_next * (name in ("output.weight", "embedding.weight")))
-            for name, p in head
-            if p.ndim == 2 and name.split(".")[0] not in model.pooled
-        ),
-        sum(p[0].numel() for m in (model.embedding, model.output, model.output_bias) for p in m.parameters()),
+        kinds=tuple(map(_layer_parts, model.layers.values())),
+        shared=sum(parameter.numel() for _, parameter in parameters_of(model, model.shared)),
+        entry=sum(parameter.numel() for parameter in entry.values()),
+        head=sum(parameter.numel() for parameter in head.values()),
+        head_matrices=head_matrices,
+        token=sum(p[0].numel() for m in (model.embedding, model.output, model.output_bias) for p in m.parameters()),
     )
 
 
 def _layer_parts(layer: nn.Module) -> LayerParts:
-    stack, matrices, cores, experts = getattr(layer, "stack", 0), [0, 0], [], 0
+    stack = getattr(layer, "stack", 0)
+    matrices, experts = [0, 0], 0
+    cores = []
     crossing = [module for module in layer.modules() if isinstance(module, CrossAttention)]
     of_memory = {part for module in crossing for part in (module.kv, module.core)}  # which get the encoder's positions
     sparse = {part for module in layer.modules() if isinstance(module, SparseMLP) for part in module.modules()}

@@ -72,9 +72,12 @@ class Adafactor(ShardedOptimizer):
         """Two all-reduces in each mesh dimension, for the layers and for each table: before and after dividing."""
         sizes: Counter[tuple[str, int]] = Counter()  # bytes by mesh dimension and bucket
         for index, (_, name, parameter) in enumerate(self.members()):
-            num_local, is_matrix = matrices_here(parameter), parameter.ndim == 2
-            vectors = [(local(zeros_along(parameter, dim)).numel(), 1 - dim) for dim in (0, 1) if is_matrix]
-            for size, dim in [*vectors, (num_local * (1 + self.section.scale_parameter + is_matrix), None)]:
+            scalars = 2 if self.section.scale_parameter else 1  # for each matrix
+            sizes_sent: list[tuple[int, int | None]] = []  # with the dimension that shards sum over
+            if parameter.ndim == 2:
+                scalars += 1
+                sizes_sent += [(local(zeros_along(parameter, dim)).numel(), 1 - dim) for dim in (0, 1)]
+            for size, dim in [*sizes_sent, (matrices_here(parameter) * scalars, None)]:
                 for dimension in sharded_dimensions(parameter, dim, in_matrix=True):
                     sizes[dimension, _bucket(index, name, parameter)] += size * parameter.element_size()
         totals: dict[str, UpdateTraffic] = {}
@@ -153,7 +156,9 @@ class _Update:
         partials = []
         if self.weight.ndim == 2:
             length, width = self.weight.shape
-            self.rows, self.columns, self.total = self.weight.new_zeros(length), self._zeros(width), self._zeros()
+            self.rows = self.weight.new_zeros(length)
+            self.columns = self._zeros(width)
+            self.total = self._zeros()
             for block in self.blocks:
                 squares = block.of(self.gradient).to(self.weight.dtype).square()
                 rows = squares.sum(2)
@@ -213,9 +218,8 @@ class _Update:
         for number, block in enumerate(self.blocks):
             weight = block.of(self.weight)
             shape = (-1, *[1] * (weight.ndim - 1))
-            decay, left = (
-                (rates[block.matrices].view(shape)) for rates in (1 - rate * self.group["weight_decay"], clipped)
-            )
+            decay = (1 - rate * self.group["weight_decay"])[block.matrices].view(shape)
+            left = clipped[block.matrices].view(shape)
             if self.weight.ndim == 2:
                 left, right = block.of(self.gradient) * (self.by_row[number] * left), self.by_column[block.matrices]
             else:

@@ -80,7 +80,9 @@ class OneKernel:
     def __init__(self, tensors: Tensors) -> None:
         settings, weights, self.copies, *moments, self.steps = tensors
         assert all(tensor.is_contiguous() for column in (weights, *moments) for tensor in column)
-        self.settings, self.device, numels = settings[0], weights[0].device, [w.numel() for w in weights]
+        self.settings = settings[0]
+        self.device = weights[0].device
+        numels = [weight.numel() for weight in weights]
         table = [*([tensor.data_ptr() for tensor in column] for column in (weights, *moments)), numels]
         self.is_aligned = not any(value % 16 for column in table for value in column)
         self.table = torch.tensor(table, device=self.device)
@@ -93,8 +95,10 @@ class OneKernel:
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `titan_like.optim.adamw.Update`."""
-        (beta1, beta2), lr, numbers = self.settings["betas"], self.settings["lr"], self.steps.double()
-        corrections = lr / (1 - beta1**numbers), (1 - beta2**numbers).sqrt(), 1 - lr * self.decays
+        beta1, beta2 = self.settings["betas"]
+        lr = self.settings["lr"]
+        steps = self.steps.double()
+        corrections = lr / (1 - beta1**steps), (1 - beta2**steps).sqrt(), 1 - lr * self.decays
         rates = torch.stack(corrections).float()
         gradients = [gradient.contiguous() for gradient in gradients]
         addresses = [x.data_ptr() for x in gradients], [0 if copy is None else copy.data_ptr() for copy in self.copies]

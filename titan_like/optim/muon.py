@@ -39,7 +39,8 @@ class MatrixExchange:
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         """``parameters`` are matrices [rows, columns], or stacks of them [matrices · rows, columns]."""
-        self.group, rank, size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.shapes = [(len(stack) // num_matrices(stack), stack.shape[1]) for stack in parameters]
         self.rows: dict[_Matrix, slice] = {}  # within this process's part of the parameter
         local_places: dict[_Matrix, Place] = {}

@@ -214,10 +214,11 @@ def zeros_along(parameter: torch.Tensor, dim: int | None) -> torch.Tensor:
     They are split over processes likewise. Shapes: [rows]; [columns] and [] of a single matrix, [matrices, columns]
     and [matrices] of a stack.
     """
-    number, last = num_matrices(parameter), () if dim is None else (dim,)
-    stack = number > 1 and dim != 0
-    shape = torch.Size([*[number] * stack, *(parameter.shape[d] for d in last)])
-    part = [*[matrices_here(parameter)] * stack, *(local(parameter).shape[d] for d in last)]
+    full, part = ([], []) if dim is None else ([parameter.shape[dim]], [local(parameter).shape[dim]])
+    if num_matrices(parameter) > 1 and dim != 0:
+        full.insert(0, num_matrices(parameter))
+        part.insert(0, matrices_here(parameter))
+    shape = torch.Size(full)
     zeros = torch.zeros(part, dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor) or not shape:
         return zeros

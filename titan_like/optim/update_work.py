@@ -67,15 +67,15 @@ def updated(
     """An optimizer that has updated one parameter, a stack of ``matrices``, twice, and what the second update took."""
     from titan_like.optim.optimizer import Gradients, build_optimizer, update  # imports DTensor, for 0.5 s
 
-    parameter, first, second = torch.nn.Parameter(torch.zeros(shape)), UpdateCounter(), UpdateCounter()
+    parameter = torch.nn.Parameter(torch.zeros(shape))
     parameter.num_matrices = matrices  # type: ignore[attr-defined]
     optimizer, gradients = build_optimizer([(name, parameter)], section), Gradients([parameter])
     clip, skip = torch.ones((), dtype=torch.float64), torch.tensor(False)
-    for counter in (first, second):  # the first update creates the state
+    for _ in range(2):  # the first update creates the state
         parameter.grad = torch.zeros_like(parameter)
-        with counter:
+        with UpdateCounter() as counter:
             update(optimizer, gradients, section.lr, clip, skip)
-    return optimizer, parameter, second
+    return optimizer, parameter, counter
 
 
 class UpdateCounter(TorchDispatchMode):

@@ -65,10 +65,11 @@ def architecture(config: BertConfig) -> str:
 def stored_parameters(config: BertConfig) -> Iterator[Stored]:
     """Where each parameter of the model is stored."""
     hidden, ffn, vocab, padded = config.hidden_size, config.ffn_hidden_size, config.vocab_size, config.padded_vocab_size
-    table, decoder, is_post = (padded, hidden), "cls.predictions.decoder", config.norm_placement == "post"
-
-    tied = f"{decoder}.weight" if config.tied_embeddings else None
-    yield whole("embedding.weight", _TABLE, table, vocab, copy=tied)
+    table = (padded, hidden)
+    decoder = "cls.predictions.decoder"
+    is_post = config.norm_placement == "post"
+    copies = (f"{decoder}.weight",) if config.tied_embeddings else ()
+    yield whole("embedding.weight", _TABLE, table, vocab, copies=copies)
     for name, rows in (("position", config.max_seq_len), ("token_type", config.num_token_types)):
         yield whole(f"{name}_embedding.weight", f"bert.embeddings.{name}_embeddings.weight", (rows, hidden))
     if is_post:
@@ -99,7 +100,7 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
     yield from linear("transform.norm", "cls.predictions.transform.LayerNorm", (hidden,))
     if not config.tied_embeddings:
         yield whole("output.weight", f"{decoder}.weight", table, vocab)
-    yield whole("output_bias.bias", "cls.predictions.bias", (padded,), vocab, copy=f"{decoder}.bias")
+    yield whole("output_bias.bias", "cls.predictions.bias", (padded,), vocab, copies=(f"{decoder}.bias",))
 
 
 def to_fields(config: BertConfig) -> dict[str, Any]:

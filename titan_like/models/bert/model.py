@@ -107,8 +107,8 @@ class Bert(Transformer):
             self.pair = nn.Linear(hidden, 2)
         if config.sentence_head == "choice":
             self.pooled_dropout, self.choice = nn.Dropout(config.dropout), nn.Linear(hidden, 1)
-            self.transform, self.output, self.output_bias = nn.Identity(), nn.Identity(), nn.Identity()
-            self.mask_padding, self.token_loss = nn.Identity(), nn.Identity()
+            for name in ("transform", "output", "output_bias", "mask_padding", "token_loss"):
+                setattr(self, name, nn.Identity())
         if is_post:  # whose norms bound the residual stream
             self.residual_outputs = ()
 

@@ -146,17 +146,16 @@ class DecoderConfig(WithHeadSize, WithExperts):
     @model_validator(mode="after")
     def _check_features(self) -> DecoderConfig:
         lengths = {len(factors) for factors in self._factors() if factors}
-        rules = {
-            "experts are gated; set gated to true": self.gated or not self.num_experts,
-            "activation clamped_swiglu is that of a gated MLP; set gated to true": self.gated
-            or self.activation != "clamped_swiglu",
-            'qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"': self.qk_norm != "all"
-            or self.norm == "rms",
-            f"longrope needs a factor for each of the {self.rotary_size // 2} pairs of rotated dimensions; set as many "
-            "short_factors and long_factors": lengths <= {self.rotary_size // 2},
-        }
-        for problem in (problem for problem, holds in rules.items() if not holds):
-            raise ValueError(problem)
+        pairs = self.rotary_size // 2
+        if self.num_experts and not self.gated:
+            raise ValueError("experts are gated; set gated to true")
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise ValueError("activation clamped_swiglu is that of a gated MLP; set gated to true")
+        if self.qk_norm == "all" and self.norm != "rms":
+            raise ValueError('qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"')
+        if lengths - {pairs}:
+            needed = f"a factor for each of the {pairs} pairs of rotated dimensions"
+            raise ValueError(f"longrope needs {needed}; set as many short_factors and long_factors")
         return self
 
     @property
@@ -184,7 +183,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Factor of each prediction's mean loss in the loss."""
-        return (1.0, self.mtp_coefficient)[: 1 + self.mtp_layers]
+        return (1.0, self.mtp_coefficient) if self.mtp_layers else (1.0,)
 
     @property
     def kind_names(self) -> tuple[str, ...]:
@@ -285,7 +284,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         latent: dict[str, Any] = {}
         if self.kv_lora_rank:
             latent = {"kv_lora_rank": 48, "nope_head_size": 32, "rope_head_size": 16, "value_head_size": 16}
-            latent |= {"head_size": 48, "rotary_fraction": 1.0, "q_lora_rank": 32 * (self.q_lora_rank > 0)}
+            latent |= {"head_size": 48, "rotary_fraction": 1.0, "q_lora_rank": 32 if self.q_lora_rank else 0}
             head, rotary = 48, 16
         kinds = {
             name: kind.model_dump()

@@ -119,7 +119,9 @@ class ClassOf:
     """One of the classes: what `titan_like.models.hugging_face.family_of` returns, with the names of such a module."""
 
     def __init__(self, row: Class) -> None:
-        self.row, (first, *rest), names = row, row.model_types, NAMES | dict(row.names)
+        self.row = row
+        first, *rest = row.model_types
+        names = NAMES | dict(row.names)
         self.ARCHITECTURES = {first: row.name} | dict.fromkeys(rest, row.outer or row.name)
         self.PREFIX = names["layers"].partition(".")[0] + "."
         self.HEAD = names["output"] + "."

@@ -62,12 +62,12 @@ def build_mixer(config: DecoderConfig, kind: str) -> nn.Module:
     except Exception as error:
         if layers.mixer in ("", *MIXERS):
             raise
-        problem = f"{type(mixer).__name__} raises {type(error).__name__} ({first_line(error)}); correct the package"
-        raise ConfigError("mixer", layers.mixer, problem) from error
-    problem = (
+        reason = f"{type(mixer).__name__} raises {type(error).__name__} ({first_line(error)}); correct the package"
+        raise ConfigError("mixer", layers.mixer, reason) from error
+    reason = (
         f"{type(mixer).__name__} builds a {type(module).__name__}, which is no torch.nn.Module; correct the package"
     )
-    require(isinstance(module, nn.Module), "mixer", layers.mixer, problem)
+    require(isinstance(module, nn.Module), "mixer", layers.mixer, reason)
     return module
 
 

@@ -68,7 +68,9 @@ class MTPLayer(DecoderLayer):
 
     def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__(config, attention, mlp)
-        self.enorm, self.hnorm, self.norm = norm_of(config), norm_of(config), norm_of(config)
+        self.enorm = norm_of(config)
+        self.hnorm = norm_of(config)
+        self.norm = norm_of(config)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.layers.attention import ATTENTION_PLAN
 
 _MLP = "layers.*.mlp"
 _DENSE = {
@@ -30,9 +29,6 @@ _AROUND_MLPS = {
 def _below(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
     """A plan of parts of the module ``name``, which is "" in it, as one of the model."""
     return {f"{name}.{part}".removesuffix("."): style for part, style in plan.items()}
-
-
-LLAMA = _AROUND_MLPS | _below("layers.*.attention", ATTENTION_PLAN) | _DENSE
 
 
 def _plan(config: DecoderConfig) -> dict[str, Any]:

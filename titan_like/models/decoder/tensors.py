@@ -22,7 +22,7 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
         [f"{names['layers']}.{i}.{names[name]}.weight" for i in numbers] for name in ("mtp.embedding", "mtp.output")
     )
     copies = [*of_table, *([head, *of_head] if config.tied_embeddings else [])]
-    yield whole("embedding.weight", f"{names['embedding']}.weight", table, config.vocab_size, copy=tuple(copies))
+    yield whole("embedding.weight", f"{names['embedding']}.weight", table, config.vocab_size, copies=tuple(copies))
     for layer in range(numbers.stop):
         ours = f"layers.{layer}."
         theirs = {name: f"{names['layers']}.{layer}.{of_layer}" for name, of_layer in names.items()}
@@ -40,7 +40,7 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
             yield from linear(f"{ours}eh_proj", theirs["mtp.eh_proj"], shape, False)
     yield from _norm(config, "norm", names["norm"])
     if not config.tied_embeddings:
-        yield whole("output.weight", head, table, config.vocab_size, copy=tuple(of_head))
+        yield whole("output.weight", head, table, config.vocab_size, copies=tuple(of_head))
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:

@@ -37,9 +37,8 @@ def stored_parameters(config: GPTConfig) -> Iterator[Stored]:
     hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
     table = (config.padded_vocab_size, hidden)
     head = "lm_head.weight"
-    yield whole(
-        "embedding.weight", "transformer.wte.weight", table, vocab, copy=head if config.tied_embeddings else None
-    )
+    copies = (head,) if config.tied_embeddings else ()
+    yield whole("embedding.weight", "transformer.wte.weight", table, vocab, copies=copies)
     yield whole("position_embedding.weight", "transformer.wpe.weight", (config.max_seq_len, hidden))
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"

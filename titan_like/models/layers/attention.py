@@ -255,12 +255,9 @@ class SelfAttention(nn.Module):
         self.is_norm_of_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
         if config.qk_norm != "none":
-            self.q_norm = config.norm(
-                self.head_dim if self.is_norm_of_heads else heads * self.head_dim, config.norm_eps
-            )
-            self.k_norm = config.norm(
-                self.head_dim if self.is_norm_of_heads else kv_heads * self.head_dim, config.norm_eps
-            )
+            q_heads, k_heads = (1, 1) if self.is_norm_of_heads else (heads, kv_heads)  # that are normalised together
+            self.q_norm = config.norm(q_heads * self.head_dim, config.norm_eps)
+            self.k_norm = config.norm(k_heads * self.head_dim, config.norm_eps)
         self.queries_per_kv_head = heads // kv_heads
         self.qkv = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.head_dim, bias=config.bias)
         self.core = AttentionCore(

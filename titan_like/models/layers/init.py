@@ -86,7 +86,8 @@ def local_parts(parameter: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, 
     assert coordinates is not None
     # Among the rows of this tensor rank alone, experts and ZeRO's shards are consecutive.
     *replicas, (ranks, rank) = zip(mesh.shape, coordinates, strict=True)
-    start, rows, width = 0, parameter.shape[0] // ranks, 0
+    rows = parameter.shape[0] // ranks
+    start = width = 0
     for placement, (size, index) in zip(parameter.placements[-2::-1], replicas[::-1], strict=True):
         if not placement.is_replicate():
             rows = -(-rows // size)

@@ -93,6 +93,3 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
         return self.down(self.gated(self.gate(x), self.up(x)))
-
-
-SwiGLUMLP = GatedMLP  # the name by which families of one's own import it

@@ -42,7 +42,8 @@ def rope_frequencies(
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
         order = torch.arange(size // 2, device=device, dtype=torch.float32)
-        keep = 1 - ((order - low) / (high - low + 0.001 * (low == high))).clamp(0, 1)
+        width = (high - low) or 0.001
+        keep = 1 - ((order - low) / width).clamp(0, 1)
     else:
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # rotations over the original context
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

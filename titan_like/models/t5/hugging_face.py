@@ -43,9 +43,10 @@ def stored_parameters(config: T5Config) -> Iterator[Stored]:
     """Where each parameter of the model is stored."""
     hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
     table, inner = (config.padded_vocab_size, hidden), config.attention_size
-    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-    copy = copies if config.tied_embeddings else copies[:2]
-    yield whole("embedding.weight", "shared.weight", table, vocab, copy=copy)
+    copies: tuple[str, ...] = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    if config.tied_embeddings:
+        copies = (*copies, "lm_head.weight")
+    yield whole("embedding.weight", "shared.weight", table, vocab, copies=copies)
     for stack in ("encoder", "decoder"):
         theirs = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         shape = (config.num_position_buckets, config.num_attention_heads)
