@@ -150,10 +150,10 @@ def test_without_a_way_across_shards_context_parallelism_is_refused(home: Path) 
     ("old", "new", "sentence"),
     [
         ("def build(", "def built(", "my_models.hybrid.mixer:LinearMixer has no method build; add it"),
-        ("def plan(", "def planned(", "my_models.hybrid.mixer:LinearMixer has no method plan; add it"),
+        ("def plan(", "def planned(", "LinearMixer has no method plan, which tensor parallelism needs; add it"),
         ("return LinearAttention(", "{}['x'](", "LinearMixer raises KeyError ('x'); correct the package"),
         ('return {"": "region"', 'return {}["x"], {"": "region"', "LinearMixer raises KeyError ('x'); correct"),
-        ("return LinearAttention(", "return (", "LinearMixer builds a tuple, which is no torch.nn.Module; correct"),
+        ("return LinearAttention(", "return (", "LinearMixer builds a tuple, not a torch.nn.Module; correct"),
     ],
     ids=["no build", "no plan", "build raises", "plan raises", "no module"],
 )
@@ -162,7 +162,7 @@ def test_a_broken_mixer_is_one_sentence(home: Path, old: str, new: str, sentence
     whole = file.read_text()
     try:
         file.write_text(whole.replace(old, new))
-        done = run(home, "train.py", *HYBRID, "--job.dry_run=true")
+        done = run(home, "train.py", *HYBRID, "--job.dry_run=true", "--parallelism.tensor_parallel_degree=2")
     finally:
         file.write_text(whole)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

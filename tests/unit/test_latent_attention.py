@@ -22,11 +22,12 @@ from titan_like.data.batch import Batch, collate, num_labels
 from titan_like.data.objectives.masks import Masks, masks_of
 from titan_like.models.batch import Context
 from titan_like.models.config import RopeScaling
+from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.experts import SparseMLP
-from titan_like.models.layers.latent_attention import LatentAttention, LatentSizes, latent_scale
+from titan_like.models.layers.latent_attention import LatentAttention, latent_scale
 from titan_like.models.registry import build_model, model_config
 from titan_like.verify.shrink import resolve
 
@@ -77,7 +78,10 @@ def test_latent_attention_is_that_of_deepseek_v3(query_rank):
     theirs = deepseek.DeepseekV3Attention(config, 0)
     scaling = RopeScaling(type="yarn", factor=4.0, original_max_seq_len=8, mscale=1.0, mscale_all_dim=1.0)
     core = AttentionCore(0.0, scale=latent_scale(16, scaling))
-    ours = LatentAttention(HIDDEN, 3, LatentSizes(query_rank, 20, nope=10, rope=6, value=9), core, bias=True)
+    sizes = {"nope_head_size": 10, "rope_head_size": 6, "value_head_size": 9}
+    sizes |= {"hidden_size": HIDDEN, "num_attention_heads": 3, "q_lora_rank": query_rank, "kv_lora_rank": 20}
+    others = {"num_layers": 1, "vocab_size": 8, "max_seq_len": 8, "attention_bias": "all"}
+    ours = LatentAttention(DecoderConfig.model_validate(sizes | others), core)
     assert latent_scale(16, scaling) > 1.2 * latent_scale(16, None) == 1.2 / 4
     same: Same = [
         ("heads.q.weight", lambda w: halves(w["q_b_proj.weight" if query_rank else "q_proj.weight"], 10, 6)),

@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat", action="store_true", help="converse by the tokenizer's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     parser.add_number("--max_new_tokens", int, least=1, default=200, help="maximum number of tokens to generate")
-    parser.add_number("--temperature", float, least=0, most=1e4, help="0 takes the most probable token (default: 0.8)")
+    parser.add_number("--temperature", float, least=0, most=1e4, help="0 is greedy decoding (default: 0.8)")
     parser.add_number("--top_k", int, least=0, help="sample from the k most probable tokens (default: 0, from all)")
     meaning = "sample from the top tokens with this probability (default: 1); with --chat, generation_config.json's "
     meaning += "temperature, top_k and top_p are the defaults if it has do_sample"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class HarnessTasks(TaskManager):
     """The harness's tasks by name. Whatever it raises while it builds one of them becomes one sentence."""
 
-    num_fewshot: int | None = None  # examples before each question, where a task's file does not say 0
+    num_fewshot: int | None = None  # examples before each question, unless a task's file has 0
     runs_code = False  # whether tasks may run what the model writes
 
     def load(self, task_list: Any) -> Any:
@@ -76,7 +76,7 @@ def find_tasks(
         The names, in which patterns such as ``mmlu_*`` are filled in by single tasks, and what builds their tasks.
 
     Raises:
-        ConfigError: no task has one of the names. The harness passes over a file that it cannot read.
+        ConfigError: no task has one of the names. The harness skips files that it cannot read.
     """
     manager = HarnessTasks(include_path=folder, include_defaults=False) if folder is not None else None
     if manager is None or not set(names) <= set(manager.all_subtasks):
@@ -105,7 +105,7 @@ _REFUSED = (
 
 
 class CheckpointLM(TemplateLM):
-    """A model for the harness. All processes that hold a part of it run the harness on the same tasks.
+    """A model for the harness. All processes that have a part of it run the harness on the same tasks.
 
     It tokenizes, cuts and stops as the harness's class for Hugging Face models does, so that a checkpoint and its
     export get the same results. The model sees `training.seq_len` tokens at once.

@@ -54,7 +54,7 @@ def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
 
 
 def generation_fields(path: Path) -> dict[str, Any]:
-    """What generation_config.json in the checkpoint's folder ``path`` says, without null; empty without the file."""
+    """The fields of generation_config.json in the checkpoint's folder ``path`` that are not null; {} without it."""
     file = path / GENERATION_FILE
     fields = {name: value for name, value in _of_folder(file, read_json).items() if value is not None}
     for name, default in SAMPLING.items():
@@ -78,7 +78,7 @@ class Sampling:
     """How a text is continued. Top-k, top-p and min-p are explained in `filter_logits`."""
 
     max_new_tokens: int
-    temperature: float = 1.0  # logits are divided by it; 0 takes the most probable token
+    temperature: float = 1.0  # logits are divided by it; 0 chooses the most probable token
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0

@@ -44,7 +44,7 @@ def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
     parts = logits.to_local() if isinstance(logits, DTensor) else logits
     group = Group.of(logits.device_mesh) if isinstance(logits, DTensor) else None
     first = 0 if group is None else group.vocabulary(logits.shape[2]).start
-    # One sequence at a time, because the logits of a batch in float32 can take gigabytes.
+    # One sequence at a time, because the float32 logits of a batch can be gigabytes.
     local = torch.stack([_parts(part, label, first) for part, label in zip(parts, labels, strict=True)], 1)
     gathered = local[None] if group is None else all_gather(local[None], 0, group)  # [ranks, 4, batch, seq]
     denominator, target = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
@@ -58,7 +58,7 @@ def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tens
     """What a rank contributes: logits [seq, tokens of this rank], from token ``first`` on, labels [seq] → [4, seq].
 
     The rows are the logarithm of its part of the softmax's denominator, the label's logit or else 0, its largest logit,
-    and that logit's token, which float32 holds exactly up to 2²⁴.
+    and that logit's token, which is exact in float32 up to 2²⁴.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     columns = labels - first
@@ -76,7 +76,7 @@ Progress = Callable[[int, int], None]  # called with (windows scored, all window
 
 
 class Scorer:
-    """Scores windows with a model. All processes that hold a part of it call it with the same windows.
+    """Scores windows with a model. All processes that have a part of it call it with the same windows.
 
     Data-parallel ranks share the windows, in microbatches of `training.micro_batch_size`. The logits stay where they
     are: only a few numbers per token leave a process. With `data.prefix_lm` the tokens before a window's targets see

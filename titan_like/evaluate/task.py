@@ -1,4 +1,4 @@
-"""Tasks: windows of text that a model sees at once, what their scores say, and the files they are read from."""
+"""Tasks: windows of text that a model sees at once, the figures of their scores, and the files they are read from."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ending_window(context: Sequence[int], target: Sequence[int], seq_len: int) -
 
 @dataclass(frozen=True)
 class Task:
-    """Windows to score, and what their scores say."""
+    """Windows to score, and the figures that follow from the scores."""
 
     name: str
     windows: list[Window]

@@ -20,15 +20,7 @@ from titan_like.data.objectives.sentence_pairs import PairTokens
 from titan_like.data.readers.raw_text import UnreadableError
 from titan_like.data.text.tokenizer import Tokenizer, tokenizer_of
 from titan_like.evaluate.scoring import Progress, Scorer
-from titan_like.evaluate.task import (
-    Score,
-    Task,
-    TextSettings,
-    Window,
-    ending_window,
-    read_file,
-    sliding_windows,
-)
+from titan_like.evaluate.task import Score, Task, TextSettings, Window, ending_window, read_file, sliding_windows
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig
 
 
@@ -218,7 +210,7 @@ def race_task(name: str, folder: Path, tokenizer: Tokenizer, settings: TextSetti
 class _Kind(NamedTuple):
     """A task that can be named."""
 
-    # From its label and its file or folder. An `UnreadableError` says why that cannot be used.
+    # From its label and its file or folder. An `UnreadableError` if that cannot be used.
     build: Callable[[str, Path, Tokenizer, TextSettings], Task]
     slides: bool = False  # cuts a text into windows that overlap
     chooses: bool = False  # is a folder of questions, for a model that chooses answers

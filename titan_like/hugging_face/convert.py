@@ -223,9 +223,9 @@ def _begin_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, tuple
 def _write_tokens(
     weights: CheckpointWeights, source: Path, origin: Origin, tokenizer: str | None, folder: Path
 ) -> dict[str, Any]:
-    """Write the tokenizer and generation_config.json; returns what config.json says of special tokens in their place.
+    """Write the tokenizer and generation_config.json; returns fields of config.json for special tokens.
 
-    What a source says of special tokens stays, except where the run's [data] says something else.
+    Special tokens of a source are kept, unless the run's [data] sets others.
     """
     options = weights.data.token_options
     copy_files(source, folder, (GENERATION_FILE,))

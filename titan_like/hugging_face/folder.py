@@ -49,10 +49,10 @@ _SMALL = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]  # without the index of the 
 
 
 def local_folder(name: str, key: str, weights: bool = True) -> Path:
-    """The folder that ``name`` stands for: a path, or org/name on the hub or a URL, which is downloaded once.
+    """The folder of a path, or of org/name on the hub or a URL, which is downloaded once.
 
-    A path that exists comes first. A run's folder stands for its newest checkpoint. ``key`` is the setting that errors
-    blame. ``weights`` may be left out.
+    A path that exists comes first. A run's folder means its newest checkpoint. Errors name the setting ``key``.
+    Without ``weights`` only small files are downloaded.
 
     Raises:
         ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
@@ -108,7 +108,7 @@ class HuggingFaceFolder:
 
     @cached_property
     def read_slice(self) -> ReadSlice:
-        """What `fill_part` takes to read from this folder."""
+        """The function with which `fill_part` reads from this folder."""
         return slice_reader(self.tensors)
 
     def read(self, stored: Stored) -> torch.Tensor:
@@ -164,7 +164,7 @@ def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict
 
 @contextmanager
 def refusals_of(path: Path, key: str) -> Iterator[None]:
-    """Let whatever is wrong with a folder, which the setting ``key`` names, be a `ConfigError`."""
+    """Turn any error about a folder, which the setting ``key`` names, into a `ConfigError`."""
     try:
         yield
     except OSError:

@@ -1,6 +1,6 @@
-"""What a run's Hugging Face source says besides weights: it goes from save to save, and out again with an export.
+"""Files of a run's Hugging Face source besides weights: every checkpoint has them, and an export writes them again.
 
-A checkpoint holds these files next to its tensors: `hugging_face.json` with the source's config.json, and
+A checkpoint has these files next to its tensors: `hugging_face.json` with the source's config.json, and
 generation_config.json and the tokenizer's files under their own names.
 """
 
@@ -56,7 +56,7 @@ def origin_files(source: Path | None, section: Data, ignore: Collection[str] = (
     """The files that every checkpoint of a run holds, by name.
 
     Args:
-        source: the checkpoint or Hugging Face folder from which the run goes on, or None.
+        source: the checkpoint or Hugging Face folder that the run continues from, or None.
         section: the run's [data], whose tokenizer replaces that of the source. What ends a text by its folder, or
             documents of the run, then ends a text by these files, too.
         ignore: `model.ignore_fields`, which an export leaves out too.

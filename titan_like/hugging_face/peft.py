@@ -175,7 +175,7 @@ def peft_settings(folder: Path, key: str) -> dict[str, Any]:
 
 
 def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, section: LoRA) -> None:
-    """Refuse a PEFT folder that holds other adapters of ``base`` than [lora] describes. Reads no tensors."""
+    """Refuse a PEFT folder whose adapters of ``base`` are not those that [lora] describes. Reads no tensors."""
     fields = _fields(folder, key)
     kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
     require(kind == "LORA", key, str(folder), f"its peft_type is {json.dumps(kind)}; only LORA can be read")
@@ -247,7 +247,7 @@ def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> 
     fused = {module: len(pairs) for module, pairs in blocks.items() if len(pairs) > 1}
     # Without the layers' numbers, names fit the same module in each layer.
     ends = {NUMBERED.sub("", module) for module in blocks}
-    # Next to experts PEFT takes modules of these names for the experts' matrices, but parameters for what they are.
+    # In models with experts PEFT matches modules of these names with the experts' matrices, but parameters by name.
     dense = {end for end in ends if has_experts(model) and end.endswith(("gate_proj", "up_proj", "down_proj"))}
     fields = {
         "peft_type": "LORA",

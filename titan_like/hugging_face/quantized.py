@@ -1,7 +1,7 @@
-"""Quantised tensors of safetensors files, read as the matrices that they stand for, any range of rows at a time.
+"""Dequantisation of tensors in safetensors files, for any range of rows.
 
 FP8: `NAME` in float8 and `NAME_scale_inv`, float32, one number for each block of rows and columns, or one for all.
-MXFP4: `NAME_blocks` and `NAME_scales`, of which `NAME` is the transpose, as transformers' GPT-OSS holds it.
+MXFP4: `NAME_blocks` and `NAME_scales`, of which `NAME` is the transpose, as in transformers' GPT-OSS.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_quantization(fields: Fields) -> tuple[int, int] | None:
 
 
 def with_scales(tensors: dict[str, FileTensor], block: tuple[int, int] | None) -> dict[str, FileTensor]:
-    """The tensors that those of the files stand for: quantised ones know where their scales are."""
+    """The dequantised tensors of the files, by name. Quantised ones refer to their scales."""
     dequantized = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(_BLOCKS)

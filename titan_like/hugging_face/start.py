@@ -1,4 +1,4 @@
-"""`model.from`: what a run takes from the folder that it starts from, and reading that folder's weights."""
+"""`model.from`: settings that follow from the folder that a run starts from, and reading that folder's weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import torch
 
 from titan_like.checkpoint.checks import newest_state, usable_steps
 from titan_like.checkpoint.loader import is_checkpoint, model_tensors, unreadable
-from titan_like.checkpoint.step_folders import (
-    RUN_FILE,
-    RunState,
-    checkpoint_folder,
-    checkpoint_path,
-    read_run_state,
-)
+from titan_like.checkpoint.step_folders import RUN_FILE, RunState, checkpoint_folder, checkpoint_path, read_run_state
 from titan_like.config.entry_points import format_of
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit, setting
@@ -38,17 +32,17 @@ _KEY, _ROPE = "model.from", ("rope_theta", "rope_scaling")
 
 
 class Start(NamedTuple):
-    """What a folder says besides weights."""
+    """Settings that follow from a folder."""
 
     family: str
     shape: dict[str, Any]
-    data: dict[str, Any]  # keys of [data] that say which tokens a text becomes
+    data: dict[str, Any]  # keys of [data] that decide how text is tokenized
     free: frozenset[str] = frozenset({"vocab_multiple"})  # fields of the shape that the folder leaves open
     lora: dict[str, Any] = {}  # rank, alpha and modules, if it is a PEFT folder  # noqa: RUF012
 
 
 def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
-    """What a Hugging Face folder or a checkpoint, which the setting ``key`` names, says besides weights.
+    """Read the settings that follow from a Hugging Face folder or a checkpoint, which the setting ``key`` names.
 
     ``ignore`` is `model.ignore_fields`.
 
@@ -96,7 +90,7 @@ def plain(value: Any) -> Any:
 def with_start(config: JobConfig) -> JobConfig:
     """A configuration in which `model.from` has become the family, shape, tokenizer and initial weights of its folder.
 
-    A run that resumes takes them from its own checkpoint, so it goes on without the folder.
+    A run that resumes reads them from its own checkpoint, and does not need the folder.
 
     Raises:
         ConfigError: the folder cannot be used, or settings contradict it: a line for each of them.

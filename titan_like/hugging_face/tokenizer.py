@@ -39,9 +39,9 @@ _SAMPLES = (
 
 
 def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, folder: Path) -> dict[str, int]:
-    """Write the tokenizer that a value of `data.tokenizer` names; returns what config.json says of its special tokens.
+    """Write the tokenizer that a value of `data.tokenizer` names; returns its special tokens as fields of config.json.
 
-    generation_config.json, if there is one or several tokens end a text, then says which do.
+    generation_config.json is written if there is one already, or if several tokens end a text.
 
     Raises:
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
@@ -74,7 +74,7 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         full = full | {"add_bos_token": bool(ours.first_ids), "tokenizer_class": _ANY_CLASS}
     if full != about:
         _write_about(folder, full)
-        (folder / MAP_FILE).unlink(missing_ok=True)  # what it says is there, and might be outdated
+        (folder / MAP_FILE).unlink(missing_ok=True)  # its content is in the file above, and might be outdated
     name_class(ours, folder)
     generation = read_json(folder / GENERATION_FILE)
     if {*end_ids(folder)} != ours.stop_ids and (generation or len(ours.stop_ids) > 1):
@@ -96,8 +96,9 @@ def _plain(value: Any) -> Any:
 
 
 def name_class(ours: Tokenizer, folder: Path) -> None:
-    """Let a folder name the class that reads any tokenizer.json, if transformers reads it otherwise as it is: some
-    classes make a tokenizer of their own of the vocabulary.
+    """Let tokenizer_config.json name the class that reads any tokenizer.json, if transformers' results differ without.
+
+    Some classes build another tokenizer from the vocabulary.
     """
     if isinstance(ours, ByteTokenizer):
         return
@@ -113,7 +114,7 @@ def name_class(ours: Tokenizer, folder: Path) -> None:
 
 
 def _about(ours: Tokenizer, tokenizer: HFTokenizer, bos_id: int, model: TransformerConfig) -> dict[str, object]:
-    """What tokenizer_config.json says of a tokenizer whose folder does not."""
+    """The content of tokenizer_config.json for a tokenizer whose folder has none."""
     known = range(model.vocab_size)
     roles: dict[str, int | None] = {"bos": bos_id, "eos": ours.eod_id}
     if model.objective == "mlm":

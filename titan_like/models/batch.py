@@ -1,4 +1,4 @@
-"""What a model takes: a batch of samples, with named fields. What its layers read: a context, with named fields."""
+"""The inputs of a model, a batch of samples, and of its layers, a context; both have named fields."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Batch(NamedTuple):
     labels: torch.Tensor | None = None  # int64, `IGNORED_LABEL` where a position carries no loss
     positions: torch.Tensor | None = None  # int64; None: 0 to seq - 1
     document_mask: KeyRanges | None = None  # None: causal attention, or all keys in a bidirectional model
-    token_types: torch.Tensor | None = None  # int64; None: the first type, or the model knows none
+    token_types: torch.Tensor | None = None  # int64; None: the first type, or the model has no types
     padding_mask: torch.Tensor | None = None  # bool, True where tokens only fill a sample up; None: nowhere
     sample_labels: torch.Tensor | None = None  # int64 [batch]: class of a pair; answer, at a question's first option
     num_tokens: torch.Tensor | None = None  # int64 [batch], without the padding at a sample's end; None: all of seq
     loss_factors: torch.Tensor | None = None  # [heads], at least float32; None: the model returns logits
-    document_starts: torch.Tensor | None = None  # int64, where each token's document begins; the run's masks take it
+    document_starts: torch.Tensor | None = None  # int64, where each token's document begins; read by the run's masks
     next_tokens: torch.Tensor | None = None  # int64, the token after each; None: the model predicts one token ahead
     next_labels: torch.Tensor | None = None  # int64, the label of each next position
     encoder_len: int | None = None  # in a model with an encoder: how many tokens, the first ones, are the encoder's
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 class Context(NamedTuple):
     """What layers read besides the hidden states.
 
-    A family whose layers read more has a NamedTuple of its own, with these fields and more, or with others.
+    A family whose layers read other fields defines its own NamedTuple.
     """
 
     positions: torch.Tensor | None = None  # int64 [seq] or [batch, seq]

@@ -69,7 +69,7 @@ class TransformerConfig(BaseModel):
 
     # What is predicted: the next token, masked tokens from both sides, or by a decoder the spans that an encoder lacks.
     objective: ClassVar[Literal["causal", "mlm", "span_corruption"]] = "causal"
-    supports_masks: ClassVar[bool] = False  # whether layers take `KeyRanges`, and the model positions
+    supports_masks: ClassVar[bool] = False  # whether the model supports document masks and positions
     not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
 
     # Limits are far above any real model. Up to them the size of each matrix in bytes fits into 63 bits, and the layers
@@ -127,7 +127,7 @@ class TransformerConfig(BaseModel):
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """How many layers of each kind there are. All layers of a kind are alike; `layer_kinds` says where they are."""
+        """Number of layers of each kind, whose layers are alike. `layer_kinds` has their order."""
         return (self.num_layers,)
 
     @property
@@ -194,6 +194,9 @@ class TransformerConfig(BaseModel):
             reason = f"the package has no module {name}, which is needed here; add it"
             raise ConfigError("model.family", cls.__module__.rpartition(".")[0], reason)
         return module
+
+    def check_tensor_parallel(self) -> None:
+        """Raise a `ConfigError` if tensor parallelism cannot split a part of the model, in any degree."""
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Family-specific fields to change in a small copy of the model with sequences of ``seq_len``."""
@@ -378,7 +381,7 @@ class WithExperts(TransformerConfig):
         groups = min(self.router_groups, 3)
         leaves_out_groups = self.router_top_groups < self.router_groups
         return super().shrunk(seq_len) | {
-            # Odd, so that mistakes in their order show.
+            # Odd, so that a wrong order of experts is detected.
             "num_experts": 3 * groups if groups > 1 else min(self.num_experts, 5),
             "router_groups": groups,
             "router_top_groups": min(self.router_top_groups, groups - 1 if leaves_out_groups else groups),

@@ -16,7 +16,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """A field of config.json, or several that say one thing."""
+    """A field of config.json, or several with one meaning."""
 
     read: Callable[[Fields, Values], Values] = lambda fields, shape: {}  # our fields; the shape has those read before
     write: Callable[[Any], Values] = lambda config: {}  # the fields of config.json
@@ -62,7 +62,7 @@ def reciprocal(ours: str, theirs: str, default: float) -> Field:
 
 
 def count(ours: str, theirs: str, default: int) -> Field:
-    """A whole number, for which null stands for 0."""
+    """A whole number; null means 0."""
     return converted(ours, (theirs,), lambda fields, name: fields.count(name, default))
 
 
@@ -99,7 +99,7 @@ def fixed(theirs: str, *allowed: Any, is_written: bool = True) -> Field:
 
 
 def dropouts(default: float, *names: str) -> Field:
-    """Rates of dropout, of which there is one here, the first. If the others are not equal to it, a note says so."""
+    """Dropout rates. The models here have one, the first. If the others differ from it, a note is added."""
 
     def read(fields: Fields, shape: Values) -> Values:
         rates = {name: fields.number(name, default) for name in names}

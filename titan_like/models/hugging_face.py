@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from titan_like.config.errors import ConfigError, first_line
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import config_class
 
+Shape = TypeVar("Shape", bound=TransformerConfig)
 # (name of a tensor, a slice for each of its dimensions) → that part of the tensor
 ReadSlice = Callable[[str, tuple[slice, ...]], torch.Tensor]
 
@@ -49,7 +50,7 @@ class Block(NamedTuple):
 class Stored:
     """How Hugging Face's files store one parameter: in rows of ``sources``, one tensor below the other.
 
-    ``taken`` says which of these rows. ``parts`` divide them, for example into queries, keys and values. Ours take an
+    ``taken`` selects some of these rows. ``parts`` divide them, for example into queries, keys and values. Ours take an
     equal share of each part in turn, ``groups`` times. Further rows are padding of the vocabulary.
     """
 
@@ -135,9 +136,9 @@ def family_of(config: TransformerConfig, model_type: Any = None) -> Any:
 
 
 def families_by_model_type() -> dict[str, str]:
-    """The model_type of config.json → the family's name here, for every family with a `hugging_face` module of its own.
+    """The model_type of config.json → the family's name, for every family whose package has a module `hugging_face`.
 
-    Families of other packages come before those here.
+    Families of other packages come before those of titan_like.
     """
     families: dict[str, str] = {}
     for family in names_of("model.family"):
@@ -215,7 +216,7 @@ def fused(
 def to_tensors(parameters: Iterable[Stored], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of every tensor of the files, once ``read`` has given all parameters in it.
 
-    ``read`` takes a parameter's name in the full model and returns all of it, [rows, …].
+    ``read`` returns the full parameter, [rows, …], given its name in the model.
     """
     unfinished: dict[str, tuple[int, torch.Tensor]] = {}  # by first source: rows that are still missing, and all rows
     for stored in parameters:
@@ -242,7 +243,7 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
     Padding rows become zero. Their logits are masked, so their values never matter.
 
     Raises:
-        RefusedError: the files hold the parameter twice, with different values.
+        RefusedError: the files contain the parameter twice, with different values.
     """
     part.zero_()
     columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))
@@ -276,7 +277,7 @@ class Fields:
 
     def __init__(self, values: dict[str, Any], place: str = "") -> None:
         self.values = values
-        self.notes: list[str] = []  # what a user should know about fields that are not read
+        self.notes: list[str] = []  # messages about fields that are ignored
         self._place = place  # for messages: the table's path in the file, with a final dot
         self.names_read: set[str] = set()
         self._tables: list[Fields] = []
@@ -360,7 +361,7 @@ class Fields:
             self.refuse(field, f"which the models here do not support; only {wanted} can be read")
 
 
-def validated(kind: type[TransformerConfig], values: dict[str, Any]) -> TransformerConfig:
+def validated(kind: type[Shape], values: dict[str, Any]) -> Shape:
     """Build a shape from the values of a file; a `RefusedError` if they do not describe a valid model."""
     try:
         return kind.model_validate(values)

@@ -138,7 +138,7 @@ def parameters_of(model: Transformer, modules: Iterable[str]) -> Iterator[tuple[
 
 
 class WithoutInit(TorchFunctionMode):
-    """Skips torch.nn.init, which takes time, on the meta device for nothing, and random numbers."""
+    """Skips torch.nn.init, which is slow even on the meta device and draws random numbers."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":

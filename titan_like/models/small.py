@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_like.models.config import TransformerConfig
 
-FLEX_HEAD_DIM = 16  # the smallest that FlexAttention takes on GPUs
+FLEX_HEAD_DIM = 16  # the smallest that FlexAttention supports on GPUs
 
 
 def small_fields(
@@ -23,7 +23,7 @@ def small_fields(
     kv_heads = 1 if model.num_kv_heads == 1 else 2 * groups * tensor
     heads = kv_heads * min(queries, 2 if kv_heads > 1 else 4)
     head_dim = 8 if heads <= 8 else 4
-    if on_gpus and not model.has_decoder:  # a decoder's attention takes a bias, and never FlexAttention
+    if on_gpus and not model.has_decoder:  # attention with a position bias never uses FlexAttention
         head_dim = FLEX_HEAD_DIM
     hidden = heads * head_dim
     unit = 16 * tensor if float8 else tensor

@@ -22,7 +22,7 @@ Labels = torch.Tensor | None
 
 
 class TiedOutput(nn.Module):
-    """The output matrix of a model with tied embeddings (arXiv 1608.05859). It has no parameters of its own."""
+    """The output matrix of a model with tied embeddings (arXiv 1608.05859). It has no parameters."""
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden] and [padded vocab, hidden] → [batch, seq, padded vocab]."""
@@ -54,7 +54,7 @@ class PaddingMask(nn.Module):
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         """[batch, seq, padded vocab] → the same tensor, changed in place."""
-        # Autograd need not know: the gradient of a padding logit is its probability, which is now exactly zero.
+        # Detached, because the gradient of a padding logit, its probability, is exactly zero.
         logits.detach()[..., self.vocab_size :] = float("-inf")
         return logits
 
@@ -62,7 +62,7 @@ class PaddingMask(nn.Module):
 class Transformer(nn.Module):
     """Base class of the families: embedding → layers → head, such as a norm → logits over the padded vocabulary.
 
-    The layers are in a ModuleDict, so that a layer keeps its name on whichever process holds it. `keep_stage` turns the
+    The layers are in a ModuleDict, so that a layer has the same name on every pipeline stage. `keep_stage` turns the
     model into one stage of a pipeline.
     """
 
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.is_first = self.is_last = True  # whether this stage takes tokens, and whether it returns logits
+        self.is_first = self.is_last = True  # whether this stage has the embedding, and whether it returns logits
         self.absent: frozenset[str] = frozenset()  # names of the modules that only other stages have
         self.sequence_shards = 1  # number of parts that sequence parallelism splits each sequence into between layers
         self.context_shards = 1  # number of CP shards of each sequence
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
         raise NotImplementedError
 
     def contexts(self, batch: Batch) -> Mapping[str, Any]:
-        """What each layer reads besides the hidden states, by the layer's name. Layers share what is alike."""
+        """The context of each layer, by the layer's name. Layers with equal masks share one."""
         context = Context(batch.positions, batch.document_mask, padding_mask=batch.padding_mask)
         masks = self.masks(batch)
         return {name: context._replace(document_mask=masks[name]) if name in masks else context for name in self.layers}

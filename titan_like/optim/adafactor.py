@@ -55,7 +55,7 @@ class Adafactor(ShardedOptimizer):
         A matrix [rows, columns] has means [rows], [columns] and a scalar; a stack [matrices · rows, columns] has them
         for each matrix, as [matrices · rows], [matrices, columns] and [matrices]. Others have means of their shape.
         """
-        # All parameters share the tensor that counts updates, so that it takes one kernel.
+        # All parameters share the tensor that counts updates, so that one kernel increments it.
         counts = (state["step"] for state in self.state.values() if state)
         state = {"step": next(counts, torch.zeros((), dtype=torch.float32, device=parameter.device))}
         if parameter.ndim == 2:
@@ -98,7 +98,7 @@ class Adafactor(ShardedOptimizer):
             self.assign(count, count + 1)
         # In float64, and at least 1, so that a skipped first step does not divide by 0.
         number = next(iter(counts.values())).double().clamp(min=1)
-        # Sums over other processes separate three passes over the parameters, so each kind takes one all-reduce.
+        # Three passes over the parameters, so that each of the two sums over processes is one all-reduce.
         updates = [
             _Update(self, parameter, _bucket(index, name, parameter), group, number)
             for index, (group, name, parameter) in enumerate(members)
@@ -112,7 +112,7 @@ class Adafactor(ShardedOptimizer):
 def _bucket(index: int, name: str, parameter: torch.Tensor) -> int:
     """Parameters with the same bucket share an all-reduce. ``index`` counts the process's parameters.
 
-    Pipelines hold two copies of a tied table, which must stay equal. The order in which an all-reduce adds depends on a
+    Pipelines have two copies of a tied table, which must stay equal. The order in which an all-reduce adds depends on a
     number's place in the buffer, so each table has its own.
     """
     return index if is_table(name, parameter) else -1

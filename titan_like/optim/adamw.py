@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.optim.shards import ShardedOptimizer, local
 from titan_like.torch_private import copy_all_, fused_adamw_, multiply_all_
 
-# Elements that torch's kernel updates at once. On a CPU, what they take stays in its caches.
+# Elements that torch's kernel updates at once. On a CPU they fit into its caches.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 Update = Callable[[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor], None]
@@ -27,7 +27,7 @@ class CopiedUnit(Protocol):
     """Weights that a model uses 16-bit copies of."""
 
     masters: list[torch.nn.Parameter]
-    copies: list[torch.nn.Parameter]  # a weight that is used as it is stands for its copy
+    copies: list[torch.nn.Parameter]  # a weight without a copy is listed itself
 
     def allocate(self) -> None:
         """Make room for the copies' content."""

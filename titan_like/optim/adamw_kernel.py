@@ -49,7 +49,7 @@ def _update(  # type: ignore[no-untyped-def]
     second_moments = tl.load(table + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32))
     size = tl.load(table + 3 * num_tensors + tensor)
     gradients = tl.load(addresses + tensor).to(tl.pointer_type(gradient_type))
-    if aligned:  # else a compiler cannot know that it may read 16 bytes at once
+    if aligned:  # so that the compiler loads 16 bytes at once
         weights = tl.multiple_of(weights, 16)
         first_moments = tl.multiple_of(first_moments, 16)
         second_moments = tl.multiple_of(second_moments, 16)
@@ -75,7 +75,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 class OneKernel:
-    """Updates float32 tensors on a GPU, as `titan_like.optim.adamw.Update` says."""
+    """A `titan_like.optim.adamw.Update` of float32 tensors on a GPU."""
 
     def __init__(self, tensors: Tensors) -> None:
         settings, weights, self.copies, *moments, self.steps = tensors
@@ -111,7 +111,7 @@ class OneKernel:
         for (of_gradient, of_copy), run in groupby(range(len(types)), key=types.__getitem__):
             tensors = list(run)
             first, stop = self.ends[tensors[0] - 1] if tensors[0] else 0, self.ends[tensors[-1]]
-            if first == stop:  # other processes hold all of these tensors
+            if first == stop:  # all of these tensors are on other processes
                 continue
             _update[(stop - first,)](
                 self.table, on_device, self.programs, rates, scale, found_inf,

@@ -34,7 +34,7 @@ _NOWHERE: Place = ((0, 0), (0, 0))
 class MatrixExchange:
     """Spreads sharded matrices over the ranks of a group, so that each rank works on some whole ones.
 
-    Gathering and scattering take one all-to-all each. Making it takes a collective too.
+    Gathering and scattering are one all-to-all each. The constructor runs a collective too.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -142,7 +142,7 @@ class Muon(FusedAdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
-        """Each of the ``groups`` has its ``weight_decay``; groups with ``orthogonal`` set hold the matrices."""
+        """Each of the ``groups`` has its ``weight_decay``; groups with ``orthogonal`` set have the matrices."""
         super().__init__(groups, section.lr, betas=section.betas, eps=section.eps)
         self.section = section
         # Matrices sharded over the same mesh dimensions, and how their ranks exchange them.
@@ -207,7 +207,7 @@ class Muon(FusedAdamW):
             self._apply(parameter, group, direction)
 
     def _orthogonalise(self, stack: torch.Tensor) -> torch.Tensor:
-        # One matrix takes other kernels than a batch, whose results may differ in the last bits.
+        # Kernels for one matrix and for a batch may differ in the last bits.
         matrices = stack if len(stack) > 1 else stack[0]
         return orthogonalise(matrices, self.section.newton_schulz_steps).view_as(stack)
 

@@ -140,7 +140,7 @@ def adamw(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.opti
 
 
 def sgd(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
-    """Plain gradient descent. It never uses torch's fused kernel, which does not take sharded parameters."""
+    """Plain gradient descent. It never uses torch's fused kernel, which does not support sharded parameters."""
     return torch.optim.SGD(groups, lr=section.lr, foreach=section.implementation != "for-loop")
 
 
@@ -187,7 +187,7 @@ def build_optimizer(
     Raises:
         ConfigError: there is no such optimizer, or its function does not return one.
     """
-    # Kernels that take lists take no plain tensors together with DTensors, so those are groups of their own.
+    # Foreach kernels do not mix plain tensors and DTensors, so these are separate groups.
     by_kind: dict[tuple[bool, bool], dict[str, Any]] = {}
     for name, parameter in named_parameters:
         is_vector = parameter.ndim < 2

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of how far a run has come.
+"""The learning rate as a pure function of a run's progress.
 
 The schedule of a run whose length is in steps counts its steps. If the length is in samples, tokens or epochs, it
 counts samples, as Megatron-LM's does, in batches of the `global_batch_size` with which the run began: so neither
@@ -16,7 +16,7 @@ from titan_like.data.loading.batch_size import total_samples, total_steps
 
 
 class Schedule(Section):
-    """The learning rate of a run as a function of how far it has come. Checkpoints hold it."""
+    """The learning rate of a run as a function of its progress. It is saved in checkpoints."""
 
     shape: LRScheduler
     lr: float  # its peak

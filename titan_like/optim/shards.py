@@ -1,4 +1,4 @@
-"""Shards for optimizers that look at whole matrices, and the base of optimizers that never wait for the device.
+"""Shards for optimizers that are not elementwise, and the base of optimizers that never wait for the device.
 
 A process holds one rectangle of a parameter, which tensor parallelism and ZeRO have cut out along its two dimensions.
 A layer's experts are one parameter, a stack of matrices [matrices · rows, columns]; a process holds one rectangle of
@@ -21,7 +21,7 @@ from titan_like.torch_private import StridedShard, flattened
 
 
 class UpdateTraffic(NamedTuple):
-    """Collectives of one kind that one process takes part in during an update."""
+    """Collectives of one kind that one process issues during an update."""
 
     dimensions: tuple[str, ...]  # mesh dimensions; together they are the group
     kind: str
@@ -44,7 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "fused": True})  # "fused": `step` reads `found_inf` itself
 
     def begin_step(self) -> None:
-        """Create missing state, and look at `found_inf`."""
+        """Create missing state, and read `found_inf`."""
         self.init_state()
         device = next(parameter.device for *_, parameter in self.members())
         self._skip = torch.zeros((), device=device) > 0 if self.found_inf is None else self.found_inf > 0
@@ -80,10 +80,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, on every rank that holds a part of it. All of them call this."""
+    """The full tensor, on every rank that has a shard of it. All of them call this."""
     if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], StridedShard):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    result = local(tensor).new_zeros(tensor.shape)  # torch does not know where ZeRO's shards of such rows are
+    result = local(tensor).new_zeros(tensor.shape)  # torch's full_tensor() does not support such shards
     for part, (start, *_) in local_parts(tensor):
         result[start : start + len(part)] = part
     for group in shard_groups(tensor):
@@ -136,7 +136,7 @@ def _shards(parameter: torch.Tensor) -> Iterator[tuple[int, int, Any]]:
 
 
 def num_matrices(parameter: torch.Tensor) -> int:
-    """How many matrices are stacked in a parameter, as `titan_like.models.layers.experts.mark_stacks` says."""
+    """How many matrices are stacked in a parameter, as set by `titan_like.models.layers.experts.mark_stacks`."""
     return getattr(parameter, "num_matrices", 1)
 
 

@@ -35,6 +35,8 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     for name, size in sizes.items():
         problem = f"does not divide the model's {name} ({size}); use a divisor of it"
         require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, problem)
+    if layout.tensor > 1:
+        model.check_tensor_parallel()
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
     refuse(config,
         (rows * (layout.tensor - 1) >= model.padded_vocab_size, "parallelism.tensor_parallel_degree",

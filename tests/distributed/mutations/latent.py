@@ -19,7 +19,7 @@ from titan_like.parallel.experts import SplitExperts
 def key_of_the_first_tensor_rank(original: Any, self: Any, latents: torch.Tensor, *inputs: Any) -> torch.Tensor:
     """The key that all heads share learns from the first tensor rank's heads alone."""
     if hasattr(self, "tensor_group") and self.tensor_group.rank:
-        rope = self.sizes.rope
+        rope = self.config.rope_head_size
         latents = torch.cat((latents[..., :-rope], latents[..., -rope:].detach()), 2)
     return original(self, latents, *inputs)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_like.models.bert.config import BertConfig
-from titan_like.models.config import TransformerConfig
 from titan_like.models.fields import Field, Values, choice, dropouts, fixed, read_fields, renamed, write_fields
 from titan_like.models.hugging_face import Fields, RefusedError, Stored, fused, linear, validated, whole
 
@@ -104,11 +103,11 @@ def stored_parameters(config: BertConfig) -> Iterator[Stored]:
 
 
 def to_fields(config: BertConfig) -> dict[str, Any]:
-    """Fields of config.json, or a `RefusedError` for an output matrix of its own, which BERT lacks."""
+    """Fields of config.json, or a `RefusedError` for an untied output matrix, which BERT lacks."""
     return write_fields(config, _FIELDS, ARCHITECTURE)
 
 
-def from_fields(fields: Fields) -> TransformerConfig:
+def from_fields(fields: Fields) -> BertConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     classes = fields.values.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""

@@ -58,7 +58,7 @@ class Class:
     name: str
     model_types: tuple[str, ...]  # the first is written
     # Defaults of vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-    # num_key_value_heads (0: as many; None: ``fields`` says how it is read) and max_position_embeddings.
+    # num_key_value_heads (0: as many; None: it is in ``fields``) and max_position_embeddings.
     sizes: tuple[int, int, int, int, int, int | None, int]
     always: Mapping[str, Any] = field(default_factory=dict)  # our fields that all its models have
     fields: tuple[Field, ...] = (_MLP_BIAS, _HEAD, _BIAS)  # besides those that follow

@@ -18,7 +18,7 @@ FULL = "full"  # the kind of all layers, unless layer_pattern names others
 
 
 class LayerKind(BaseModel):
-    """With what a layer mixes positions, and what it sees."""
+    """The mixer of a layer, its window and its rotary positions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -53,7 +53,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
     )
     attention_scale: float = Field(0.0, ge=0, le=1e6, description="factor on the scores; 0: 1 / √head_size")
     attention_softcap: float = Field(0.0, ge=0, le=1e6, description="scores become cap · tanh(score / cap); 0: none")
-    attention_sinks: bool = Field(False, description="a learned logit for each head that takes part in the softmax")
+    attention_sinks: bool = Field(False, description="a learned logit for each head, as one more key in the softmax")
     norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm, or LayerNorm with a bias")
     norm_offset: bool = Field(False, description="norms multiply by 1 + weight, which begins at 0 (Gemma)")
     block: Literal["pre", "post", "sandwich", "parallel"] = Field(
@@ -213,10 +213,15 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
         is_mixer = isinstance(mixer, type) and issubclass(mixer, Mixer)
         require(is_mixer, "mixer", name, f"{entry.value} is not a subclass of titan_like.models.decoder.mixers.Mixer")
-        for method in ("build", "plan"):
-            is_there = getattr(mixer, method) is not getattr(Mixer, method)
-            require(is_there, "mixer", name, f"{entry.value} has no method {method}; add it")
+        require(mixer.build is not Mixer.build, "mixer", name, f"{entry.value} has no method build; add it")
         return mixer.model_validate(layers.options)
+
+    def check_tensor_parallel(self) -> None:
+        """Raise a `ConfigError` for a mixer without a plan."""
+        for name, kind in self.kinds.items():
+            mixer = self.mixer_of(name) if kind.mixer else None
+            reason = f"{type(mixer).__name__} has no method plan, which tensor parallelism needs; add it"
+            require(mixer is None or mixer.has_plan, "mixer", kind.mixer, reason)
 
     @property
     def named_classes(self) -> tuple[type, ...]:
@@ -232,7 +237,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
     def layer_kinds(self) -> tuple[int, ...]:
         """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear.
 
-        The layer for multi-token prediction is the last layer, and a kind of its own.
+        The layer for multi-token prediction is the last layer, and a separate kind.
         """
         layers = self._layers(self.num_layers)
         numbers = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
@@ -240,11 +245,11 @@ class DecoderConfig(WithHeadSize, WithExperts):
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """As `layer_kinds` says."""
+        """Number of layers of each kind, numbered as in `layer_kinds`."""
         return *Counter(self._layers(self.num_layers)).values(), *[1] * self.mtp_layers
 
     def _layers(self, count: int) -> list[tuple[bool, str]]:
-        """(whether the MLP is dense, name of the kind) of so many first layers."""
+        """(whether the MLP is dense, name of the kind) of the first ``count`` layers."""
         names = self.layer_pattern or [FULL]
         return [(number < self.num_dense_layers, names[number % len(names)]) for number in range(count)]
 

@@ -28,7 +28,7 @@ def bias(kind: str = "all", default: bool = False) -> Field:
 
 
 def kv_heads(default: int) -> Field:
-    """The number of key and value heads. 0 and null stand for as many as query heads."""
+    """The number of key and value heads. 0 and null mean as many as query heads."""
     return converted(
         "num_kv_heads",
         ("num_key_value_heads",),
@@ -138,7 +138,7 @@ class Layers:
         every = {FULL: full, _SLIDING: sliding | {"window": window}, _UNROTATED: unrotated}
         length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
         kinds = {name: every[name] for name in dict.fromkeys(layers)}
-        # Kinds without scaling would take the model's.
+        # Kinds without scaling would inherit the model's.
         return model | {"rope_scaling": None, "layer_pattern": layers[:length], "kinds": kinds}
 
     def write(self, config: DecoderConfig) -> Values:

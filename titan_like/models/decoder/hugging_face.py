@@ -20,7 +20,7 @@ __all__ = ["ARCHITECTURES", "class_of", "from_fields", "stored_parameters"]
 
 _ELSEWHERE = ("llama", "mixtral", "qwen3_moe", "olmoe")  # families of these names have them
 ARCHITECTURES = {kind: row.name for row in CLASSES for kind in row.model_types if kind not in _ELSEWHERE}
-# Fields that say nothing about the shape.
+# Fields without meaning for the shape.
 _MEANINGLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map
@@ -61,9 +61,7 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
             fields.must_be(field, *allowed)
     if unread := fields.unread(_MEANINGLESS | row.ignored):
         fields.notes.append(f"{', '.join(unread)} (transformers' {row.name} does not read it)")
-    shape = validated(kind, values)
-    assert isinstance(shape, DecoderConfig)
-    return shape
+    return validated(kind, values)
 
 
 def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:

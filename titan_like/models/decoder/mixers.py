@@ -18,7 +18,7 @@ from titan_like.config.entry_points import MIXERS
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionConfig, AttentionCore, SelfAttention
-from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, LatentSizes, latent_scale
+from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, latent_scale
 from titan_like.models.layers.norms import make_norm
 
 
@@ -40,8 +40,16 @@ class Mixer(BaseModel):
         raise NotImplementedError
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
-        """The tensor-parallel plan: name below the module, or "" for the module itself → style."""
+        """The tensor-parallel plan: name below the module, or "" for the module itself → style.
+
+        Without it, tensor parallelism is refused.
+        """
         raise NotImplementedError
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether tensor parallelism can split the module."""
+        return type(self).plan is not Mixer.plan
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Options to change in a small copy of the model with sequences of ``seq_len``."""
@@ -52,21 +60,19 @@ def build_mixer(config: DecoderConfig, kind: str) -> nn.Module:
     """The module of a layer of the kind of this name.
 
     Raises:
-        ConfigError: a package's mixer raises an error, or builds no module. Its plan is tried too, because only tensor
-            parallelism reads that.
+        ConfigError: a package's mixer raises an error, in `plan` too, or builds no module.
     """
     layers, mixer = config.kind(kind), config.mixer_of(kind)
     try:
-        mixer.plan(config)
+        if mixer.has_plan:
+            mixer.plan(config)  # here, because tensor parallelism reads it only after the process group is there
         module: Any = mixer.build(config, layers)
     except Exception as error:
         if layers.mixer in ("", *MIXERS):
             raise
         reason = f"{type(mixer).__name__} raises {type(error).__name__} ({first_line(error)}); correct the package"
         raise ConfigError("mixer", layers.mixer, reason) from error
-    reason = (
-        f"{type(mixer).__name__} builds a {type(module).__name__}, which is no torch.nn.Module; correct the package"
-    )
+    reason = f"{type(mixer).__name__} builds a {type(module).__name__}, not a torch.nn.Module; correct the package"
     require(isinstance(module, nn.Module), "mixer", layers.mixer, reason)
     return module
 
@@ -79,21 +85,16 @@ class SoftmaxMixer(Mixer):
     def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
         """As in the base class."""
         attention = AttentionConfig(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_kv_heads,
             bias=config.attention_bias != "none",
             proj_bias=config.attention_bias == "all",
-            head_dim=config.head_dim,
             qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
             scale=config.attention_scale or None,
             softcap=config.attention_softcap,
             window=kind.window,
             sinks=config.attention_sinks,
         )
-        return SelfAttention(attention)
+        return SelfAttention(config, attention)
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
         """As in the base class."""
@@ -108,12 +109,10 @@ class LatentMixer(Mixer):
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> LatentAttention:
         """As in the base class."""
-        ranks, heads = (config.q_lora_rank, config.kv_lora_rank), config.num_attention_heads
-        sizes = LatentSizes(*ranks, config.nope_head_size, config.rope_head_size, config.value_head_size)
         scale = config.attention_scale or latent_scale(config.head_size, kind.rope_scaling)
-        num_sinks = heads if config.attention_sinks else 0
+        num_sinks = config.num_attention_heads if config.attention_sinks else 0
         core = AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
-        return LatentAttention(config.hidden_size, heads, sizes, core, bias=config.attention_bias == "all")
+        return LatentAttention(config, core)
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
         """As in the base class."""

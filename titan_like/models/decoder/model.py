@@ -85,7 +85,7 @@ class MTPLayer(DecoderLayer):
 
 
 class NextEmbedding(nn.Module):
-    """Looks the next tokens up in the embedding table. It has no parameters of its own."""
+    """Looks up the next tokens in the embedding table. It has no parameters."""
 
     def __init__(self, num_embeddings: int) -> None:
         super().__init__()

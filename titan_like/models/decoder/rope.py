@@ -49,7 +49,7 @@ class Rope:
     local_theta: tuple[str, float] | None = None  # of layers with a window, which have a scaling of their own
     fraction: tuple[str, float] | None = None  # of a head that is rotated
     default_scaling: Mapping[str, Any] | None = None
-    is_longrope: bool = False  # scaling is longrope, whatever it is called, and has its original length outside
+    is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
 
     def read(self, fields: Fields, max_seq_len: int) -> tuple[dict[str, Any], dict[str, Any], float]:
         """rope_theta and rope_scaling of layers without and with a window, and the fraction of a head that rotates."""
@@ -90,7 +90,7 @@ class Rope:
         fields: dict[str, Any] = {self.theta[0]: full.rope_theta, "rope_scaling": scaling}
         if self.local_theta is not None:
             fields[self.local_theta[0]] = sliding.rope_theta
-            if sliding.rope_scaling is not None:  # which only tables for each type of layer can say
+            if sliding.rope_scaling is not None:  # which needs a table for each type of layer
                 kinds = {"full_attention": full, "sliding_attention": sliding}
                 tables = {
                     name: {"rope_theta": kind.rope_theta} | (_written(kind.rope_scaling) or none)

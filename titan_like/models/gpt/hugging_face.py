@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from titan_like.models.config import TransformerConfig
 from titan_like.models.fields import dropouts, fixed, read_fields, renamed, write_fields
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.hugging_face import Fields, Stored, fused, linear, validated, whole
@@ -59,6 +58,6 @@ def to_fields(config: GPTConfig) -> dict[str, Any]:
     return {"model_type": MODEL_TYPE} | write_fields(config, _FIELDS, ARCHITECTURE)
 
 
-def from_fields(fields: Fields) -> TransformerConfig:
+def from_fields(fields: Fields) -> GPTConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     return validated(GPTConfig, read_fields(GPTConfig, _FIELDS, fields))

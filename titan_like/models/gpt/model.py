@@ -21,15 +21,8 @@ class GPTLayer(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.attention_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
-        attention = AttentionConfig(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_kv_heads,
-            bias=True,
-            dropout=config.dropout,
-            is_causal=is_causal,
-        )
-        self.attention = SelfAttention(attention)
+        attention = AttentionConfig(bias=True, dropout=config.dropout, is_causal=is_causal)
+        self.attention = SelfAttention(config, attention)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = GeluMLP(config.hidden_size, config.ffn_hidden_size, approximate)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.batch import Context
+from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.interval_attention import interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.models.layers.norms import Norm
@@ -216,21 +217,15 @@ def _soft_capped(softcap: float) -> Callable[..., torch.Tensor]:
     return capped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Sizes and options of a `SelfAttention`."""
+    """Options of a `SelfAttention`."""
 
-    hidden_size: int
-    num_attention_heads: int
-    num_kv_heads: int
-    _: KW_ONLY
     bias: bool  # of the projection of queries, keys and values
     proj_bias: bool | None = None  # of the output projection; None: as ``bias``
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
     # Of queries and keys before the rotation: "head" normalises each head by itself (Qwen3), "all" the heads of a token
     # together (OLMoE, arXiv 2409.02060).
     qk_norm: Literal["none", "head", "all"] = "none"
-    norm_eps: float = 1e-5
     norm: Callable[[int, float], Norm] = nn.RMSNorm  # makes a norm of a width and epsilon
     # The others are those of `AttentionCore`.
     dropout: float = 0.0
@@ -248,18 +243,19 @@ class SelfAttention(nn.Module):
     a contiguous slice of whole groups is itself a smaller attention layer.
     """
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, shape: TransformerConfig, config: AttentionConfig) -> None:
+        """``shape`` has hidden_size, num_attention_heads, num_kv_heads, head_dim, and norm_eps for norms."""
         super().__init__()
-        hidden_size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_kv_heads
-        self.head_dim = hidden_size // heads if config.head_dim is None else config.head_dim
+        heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
+        self.head_dim = shape.head_dim
         self.is_norm_of_heads = config.qk_norm == "head"
         self.q_norm = self.k_norm = None
         if config.qk_norm != "none":
             q_heads, k_heads = (1, 1) if self.is_norm_of_heads else (heads, kv_heads)  # that are normalised together
-            self.q_norm = config.norm(q_heads * self.head_dim, config.norm_eps)
-            self.k_norm = config.norm(k_heads * self.head_dim, config.norm_eps)
+            self.q_norm = config.norm(q_heads * self.head_dim, shape.norm_eps)
+            self.k_norm = config.norm(k_heads * self.head_dim, shape.norm_eps)
         self.queries_per_kv_head = heads // kv_heads
-        self.qkv = nn.Linear(hidden_size, (heads + 2 * kv_heads) * self.head_dim, bias=config.bias)
+        self.qkv = nn.Linear(shape.hidden_size, (heads + 2 * kv_heads) * self.head_dim, bias=config.bias)
         self.core = AttentionCore(
             config.dropout,
             config.is_causal,
@@ -269,7 +265,7 @@ class SelfAttention(nn.Module):
             num_sinks=heads if config.sinks else 0,
         )
         proj_bias = config.bias if config.proj_bias is None else config.proj_bias
-        self.proj = nn.Linear(heads * self.head_dim, hidden_size, bias=proj_bias)
+        self.proj = nn.Linear(heads * self.head_dim, shape.hidden_size, bias=proj_bias)
 
     def forward(self, x: torch.Tensor, context: Context = _PLAIN) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope``, ``document_mask`` and ``bias``."""
@@ -305,22 +301,15 @@ class CrossAttention(nn.Module):
     Rows of the fused projection for keys and values are ordered [kv_heads, 2, head_dim], as in `SelfAttention`.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dropout: float = 0.0,
-        scale: float | None = None,
-    ) -> None:
+    def __init__(self, shape: TransformerConfig, *, dropout: float = 0.0, scale: float | None = None) -> None:
+        """``shape`` is as in `SelfAttention`."""
         super().__init__()
-        self.head_dim = head_dim
-        self.q = nn.Linear(hidden_size, num_attention_heads * head_dim, bias=False)
-        self.kv = nn.Linear(hidden_size, 2 * num_kv_heads * head_dim, bias=False)
+        self.head_dim = shape.head_dim
+        width = shape.num_attention_heads * self.head_dim
+        self.q = nn.Linear(shape.hidden_size, width, bias=False)
+        self.kv = nn.Linear(shape.hidden_size, 2 * shape.num_kv_heads * self.head_dim, bias=False)
         self.core = AttentionCore(dropout, is_causal=False, scale=scale)
-        self.proj = nn.Linear(num_attention_heads * head_dim, hidden_size, bias=False)
+        self.proj = nn.Linear(width, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """[batch, seq, hidden], which sees all of memory [batch, other seq, hidden] → [batch, seq, hidden]."""

@@ -1,13 +1,12 @@
 """A layer's experts, and the router that chooses some of them for each token.
 
 Shapes: n tokens, k experts a token, E experts. Tokens are sorted by expert once, so that each expert multiplies
-consecutive rows. Nothing is padded and no token is dropped. In bfloat16 all experts' products are one kernel and the
-host waits for nothing; in other types the host loops over experts and waits once a layer, to learn their rows. All sums
-over a token's experts are over a dimension of its own, never atomic additions, so results do not depend on the order in
-which kernels run.
+consecutive rows. Nothing is padded and no token is dropped. In bfloat16 the GEMMs of all experts are one kernel and the
+host never waits; in other dtypes the host loops over experts and waits once a layer, to read their numbers of rows. A
+token's experts are summed over a tensor dimension, never by atomic additions, so results are deterministic.
 
-Results that a router counts are those of training alone: `counts` and `loss_sums` grow with every forward pass,
-recomputed ones too. Both are divided by the number of tokens counted, so that a recomputation changes nothing.
+In training a router adds up `counts` and `loss_sums` in every forward, recomputed ones too. Both are divided by the
+number of tokens counted, so that recomputation changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses k experts for each token and says with which weights their results are added.
+    """Chooses k experts for each token, and the weights of their sum.
 
     Scores are computed in float32 at least: a difference in the last bits of a 16-bit dtype would choose other experts.
     docs/experts.md defines the losses.
@@ -228,7 +227,7 @@ class ExpertLinear(nn.Module):
     def bias_rows(self, result: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The bias of each row's expert, [rows, out], or of the outputs of this process, and 0 for others.
 
-        It is a product with ones, so that a bias's gradient is a sum over rows in a fixed order.
+        It is a GEMM with ones, so that a bias's gradient is a sum over rows in a fixed order.
         """
         biases = self.biases()  # [E, out]
         if result.dtype == torch.bfloat16 and biases.shape[1] % 8 == 0:
@@ -239,8 +238,8 @@ class ExpertLinear(nn.Module):
         return F.pad(rows, (self.first_bias, result.shape[1] - rows.shape[1] - self.first_bias))
 
     def is_one_product(self, dtype: torch.dtype) -> bool:
-        """Whether all experts' products are one kernel, which reads on the device ends of each expert's rows."""
-        # torch's grouped product needs rows of whole 16 bytes, and can be compiled in no other type.
+        """Whether the GEMMs of all experts are one kernel, which reads ``offsets`` on the device."""
+        # torch's grouped GEMM needs rows of whole 16 bytes, and can be compiled in no other dtype.
         if self.float8 is not None:
             return True
         return dtype == torch.bfloat16 and self.in_features % 8 == self.out_features % 8 == 0
@@ -256,9 +255,9 @@ class ExpertLinear(nn.Module):
 
 
 def mark_stacks(model: nn.Module) -> None:
-    """Note on each parameter that is a stack of matrices how many it has, for optimizers that look at whole matrices.
+    """Set ``num_matrices`` of each parameter that is a stack of matrices, for optimizers such as Muon.
 
-    The note is lost where a parameter is replaced, so this is called again after that.
+    The attribute is lost when a parameter is replaced, so call this again after that.
     """
     for module in model.modules():
         if isinstance(module, ExpertLinear):
@@ -279,7 +278,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """[rows, hidden], sorted by expert, and ends of each expert's rows, int32 [E] → [rows, hidden]."""
         if not self.gate.is_one_product(x.dtype):
-            offsets = offsets.cpu()  # here the host waits, and in none of the nine products of both passes
+            offsets = offsets.cpu()  # the host waits here, not in the nine GEMMs of forward and backward
         return self.down(self.gated(self.gate(x, offsets), self.up(x, offsets)), offsets)
 
 
@@ -308,8 +307,8 @@ class SparseMLP(nn.Module):
 def expert_product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Each expert's rows [rows, in] times the transpose of its matrix, of [E, out, in], in a loop → [rows, out].
 
-    It is an operator of its own because the host reads ``offsets``, int32 [E], which a compiler could not trace: the
-    ends of each expert's rows, best on the host.
+    It is a custom operator because the host reads ``offsets``, int32 [E], the ends of each expert's rows, which a
+    compiler could not trace. They are best on the host.
     """
     result = x.new_empty(x.shape[0], weight.shape[1])
     for matrix, (start, stop) in zip(weight, pairwise([0, *offsets.tolist()]), strict=True):

@@ -6,7 +6,7 @@ A head's queries and keys have a part without positions, then a rotated part, wh
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,41 +16,33 @@ from titan_like.models.config import RopeScaling
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.positions import apply_rope
 
-LATENT_EPS = 1e-6  # epsilon of the latents' norms, whatever that of the model's other norms
+if TYPE_CHECKING:
+    from titan_like.models.decoder.config import DecoderConfig
 
-
-class LatentSizes(NamedTuple):
-    """Widths of latent attention."""
-
-    query_rank: int  # of the queries' latent; 0: queries come from the hidden states
-    kv_rank: int  # of the latent of keys and values
-    nope: int  # part of a head's queries and keys without positions
-    rope: int  # rotated part
-    value: int  # of a head's values
+LATENT_EPS = 1e-6  # epsilon of the latents' norms, in every model
 
 
 class LatentHeads(nn.Module):
     """The heads, which tensor parallelism splits. Rows of ``q`` and ``kv`` are ordered by head."""
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, sizes: LatentSizes, core: AttentionCore, *, bias: bool
-    ) -> None:
+    def __init__(self, config: DecoderConfig, core: AttentionCore) -> None:
         super().__init__()
-        self.sizes, width = sizes, sizes.nope + sizes.rope
-        self.q = nn.Linear(sizes.query_rank or hidden_size, num_heads * width, bias=False)
-        self.kv = nn.Linear(sizes.kv_rank, num_heads * (sizes.nope + sizes.value), bias=False)
+        self.config = config
+        heads, value = config.num_attention_heads, config.value_head_size
+        self.q = nn.Linear(config.q_lora_rank or config.hidden_size, heads * config.head_dim, bias=False)
+        self.kv = nn.Linear(config.kv_lora_rank, heads * (config.nope_head_size + value), bias=False)
         self.core = core
-        self.proj = nn.Linear(num_heads * sizes.value, hidden_size, bias=bias)
+        self.proj = nn.Linear(heads * value, config.hidden_size, bias=config.attention_bias == "all")
 
     def forward(self, latents: torch.Tensor, context: Context) -> torch.Tensor:
-        """[batch, seq, query_rank or hidden + kv_rank + rope] → [batch, seq, hidden].
+        """[batch, seq, (q_lora_rank or hidden) + kv_lora_rank + rope_head_size] → [batch, seq, hidden].
 
         ``latents`` are what queries come from, the latent of keys and values, and the key that all heads share.
         """
-        sizes = self.sizes
-        for_q, for_kv, key = latents.split([self.q.in_features, sizes.kv_rank, sizes.rope], 2)
-        q, turned = self.q(for_q).unflatten(2, (-1, sizes.nope + sizes.rope)).split([sizes.nope, sizes.rope], 3)
-        k, v = self.kv(for_kv).unflatten(2, (-1, sizes.nope + sizes.value)).split([sizes.nope, sizes.value], 3)
+        nope, rope, value = self.config.nope_head_size, self.config.rope_head_size, self.config.value_head_size
+        for_q, for_kv, key = latents.split([self.q.in_features, self.kv.in_features, rope], 2)
+        q, turned = self.q(for_q).unflatten(2, (-1, nope + rope)).split([nope, rope], 3)
+        k, v = self.kv(for_kv).unflatten(2, (-1, nope + value)).split([nope, value], 3)
         key = key[:, :, None]
         if context.rope is not None:
             turned, key = apply_rope(turned, *context.rope), apply_rope(key, *context.rope)
@@ -66,24 +58,23 @@ class LatentAttention(nn.Module):
     part of the sequence.
     """
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, sizes: LatentSizes, core: AttentionCore, *, bias: bool = False
-    ) -> None:
-        """``bias`` adds one to all matrices that read or write hidden states, except to ``q`` of the heads."""
+    def __init__(self, config: DecoderConfig, core: AttentionCore) -> None:
+        """With the attention bias "all" the matrices that read or write hidden states have biases, except heads.q."""
         super().__init__()
-        self.sizes = sizes
+        hidden, bias = config.hidden_size, config.attention_bias == "all"
+        self.latent_sizes = config.kv_lora_rank, config.rope_head_size  # rope: of the key that all heads share
         self.q_a: nn.Module = nn.Identity()
         self.q_norm: nn.Module = nn.Identity()
-        if sizes.query_rank:
-            self.q_a = nn.Linear(hidden_size, sizes.query_rank, bias=bias)
-            self.q_norm = nn.RMSNorm(sizes.query_rank, LATENT_EPS)
-        self.kv_a = nn.Linear(hidden_size, sizes.kv_rank + sizes.rope, bias=bias)
-        self.kv_norm = nn.RMSNorm(sizes.kv_rank, LATENT_EPS)
-        self.heads = LatentHeads(hidden_size, num_heads, sizes, core, bias=bias)
+        if config.q_lora_rank:
+            self.q_a = nn.Linear(hidden, config.q_lora_rank, bias=bias)
+            self.q_norm = nn.RMSNorm(config.q_lora_rank, LATENT_EPS)
+        self.kv_a = nn.Linear(hidden, sum(self.latent_sizes), bias=bias)
+        self.kv_norm = nn.RMSNorm(config.kv_lora_rank, LATENT_EPS)
+        self.heads = LatentHeads(config, core)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope`` and ``document_mask``."""
-        latent, key = self.kv_a(x).split([self.sizes.kv_rank, self.sizes.rope], 2)
+        latent, key = self.kv_a(x).split(self.latent_sizes, 2)
         return self.heads(torch.cat((self.q_norm(self.q_a(x)), self.kv_norm(latent), key), 2), context)
 
 

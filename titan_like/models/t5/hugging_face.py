@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from titan_like.models.config import TransformerConfig
 from titan_like.models.fields import choice, fixed, read_fields, renamed, write_fields
 from titan_like.models.hugging_face import Fields, Stored, fused, validated, whole
 from titan_like.models.t5.config import T5Config
@@ -83,14 +82,14 @@ def to_fields(config: T5Config) -> dict[str, Any]:
     return fields | {"num_layers": config.num_encoder_layers}
 
 
-def from_fields(fields: Fields) -> TransformerConfig:
+def from_fields(fields: Fields) -> T5Config:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     shape = read_fields(T5Config, _FIELDS, fields)
     shape["num_decoder_layers"] = shape["num_decoder_layers"] or shape["num_layers"]
     shape["num_layers"] += shape["num_decoder_layers"]
-    is_gated = shape["mlp"] == "gated_gelu"  # as two fields say that transformers prefers to feed_forward_proj
+    is_gated = shape["mlp"] == "gated_gelu"  # transformers prefers the two fields below to feed_forward_proj
     fields.must_be("is_gated_act", is_gated)
     fields.must_be("dense_act_fn", *(("gelu_new", "gelu_pytorch_tanh") if is_gated else ("relu",)))
-    # transformers 5 writes of every T5 that it is tied, and says in another field whether it is: it then scales.
+    # transformers 5 writes tie_word_embeddings = true for every T5; whether it is tied is in scale_decoder_outputs.
     shape["tied_embeddings"] = fields.flag("scale_decoder_outputs", shape["tied_embeddings"])
     return validated(T5Config, shape)

@@ -23,7 +23,7 @@ from titan_like.models.transformer import Transformer
 
 
 class T5Context(NamedTuple):
-    """What all layers take besides the hidden states."""
+    """Inputs of every layer besides the hidden states."""
 
     encoder_part: int  # how many of the positions on this process are the encoder's
     encoder_bias: torch.Tensor | None  # [1, heads, encoder_len, encoder_len]; None in a stage without encoder layers
@@ -31,24 +31,16 @@ class T5Context(NamedTuple):
 
 
 class T5Layer(nn.Module):
-    """What the layers of both stacks have in common."""
+    """Base class of the layers of both stacks."""
 
     def __init__(self, config: T5Config, is_causal: bool) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.dropout = config.dropout
         self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
-        attention = AttentionConfig(
-            hidden,
-            config.num_attention_heads,
-            config.num_kv_heads,
-            bias=False,
-            head_dim=config.head_dim,
-            dropout=config.dropout,
-            is_causal=is_causal,
-            scale=1.0,  # the initial queries are small enough
-        )
-        self.attention = SelfAttention(attention)
+        # Scores are not scaled, because the initial queries are small enough.
+        attention = AttentionConfig(bias=False, dropout=config.dropout, is_causal=is_causal, scale=1.0)
+        self.attention = SelfAttention(config, attention)
         self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
         kind, activation = (GatedMLP, "gelu_tanh") if config.mlp == "gated_gelu" else (PlainMLP, "relu")
         self.mlp = kind(hidden, config.ffn_hidden_size, activation)
@@ -87,14 +79,7 @@ class DecoderLayer(T5Layer):
     def __init__(self, config: T5Config) -> None:
         super().__init__(config, is_causal=True)
         self.cross_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.cross_attention = CrossAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            dropout=config.dropout,
-            scale=1.0,
-        )
+        self.cross_attention = CrossAttention(config, dropout=config.dropout, scale=1.0)
 
     def forward(self, x: torch.Tensor, context: T5Context) -> torch.Tensor:
         """[batch, positions of both parts, hidden] → the same shape."""
