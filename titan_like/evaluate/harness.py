@@ -238,7 +238,7 @@ class CheckpointLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Where the chat template comes from."""
+        """The tokenizer that has the chat template."""
         return self._spec
 
     @cached_property
@@ -259,8 +259,8 @@ class CheckpointLM(TemplateLM):
         try:
             return str(self._template.apply_chat_template(chat_history, **options))
         except TemplateError:
-            others = [message for message in chat_history if message["role"] != "system"]
-            return str(self._template.apply_chat_template(others, **options))
+            turns = [message for message in chat_history if message["role"] != "system"]
+            return str(self._template.apply_chat_template(turns, **options))
 
 
 def run_harness(

@@ -75,7 +75,7 @@ def _of_folder(path: Path, read: Callable[[Path], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a text is continued. Top-k, top-p and min-p are explained in `filter_logits`."""
+    """Settings of generation. `filter_logits` defines top-k, top-p and min-p."""
 
     max_new_tokens: int
     temperature: float = 1.0  # logits are divided by it; 0 chooses the most probable token

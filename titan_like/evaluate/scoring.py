@@ -55,7 +55,7 @@ def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
 
 
 def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
-    """What a rank contributes: logits [seq, tokens of this rank], from token ``first`` on, labels [seq] → [4, seq].
+    """Statistics of one rank: logits [seq, tokens of this rank], from token ``first`` on, labels [seq] → [4, seq].
 
     The rows are the logarithm of its part of the softmax's denominator, the label's logit or else 0, its largest logit,
     and that logit's token, which is exact in float32 up to 2²⁴.
@@ -182,7 +182,7 @@ class Scorer:
         return Batch(inputs, labels, document_mask=mask, num_tokens=torch.tensor(length))
 
     def pipeline(self, width: int) -> Pipeline | WholeModel:
-        """What runs microbatches of ``width`` positions through the model."""
+        """The pipeline for microbatches of ``width`` positions."""
         if width not in self._pipelines:
             rows = self.config.training.micro_batch_size
             self._pipelines[width] = run_batches(self.config, self.model, self.mesh, self.device, rows, width)

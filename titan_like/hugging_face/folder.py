@@ -86,7 +86,7 @@ class FileTensor:
     file: Path
     name: str  # in the file
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it; of a quantised tensor the one in which it goes out again
+    dtype: str  # safetensors' name; of a quantised tensor the dtype of its export
     scales: FileTensor | None = None  # of a quantised tensor
     block: tuple[int, ...] = ()  # of FP8: its rows and columns that share a scale
 
@@ -183,7 +183,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
-    """What reads a slice of one of the tensors, in the type of its file, or float32 if it is quantised.
+    """A function that reads a slice of a tensor, in the dtype of its file, or float32 if it is quantised.
 
     It raises errors of any type if the file has changed since it was checked.
     """
@@ -223,8 +223,8 @@ def _model_of(values: dict[str, Any]) -> tuple[str, TransformerConfig, list[str]
             if not any(_remove(values, field) for field in taken):
                 break  # the file can be read no further
     if reasons:
-        first, *others = reasons.values()
-        raise RefusedError(first, *(text.replace("config.json", "it", 1) for text in others))
+        first, *further = reasons.values()
+        raise RefusedError(first, *(text.replace("config.json", "it", 1) for text in further))
     return family, model, fields.notes
 
 
@@ -277,8 +277,8 @@ def tensors_around(path: Path, module: Any) -> tuple[dict[str, str], dict[str, F
         tensors = _tensors(path, module)
     except ValueError:
         return {}, {}
-    others = [part for name, part in tensors.items() if name.startswith(module.IGNORED) and part.dtype in DTYPES]
-    return {name: tensor.name for name, tensor in tensors.items()}, {tensor.name: tensor for tensor in others}
+    around = [part for name, part in tensors.items() if name.startswith(module.IGNORED) and part.dtype in DTYPES]
+    return {name: tensor.name for name, tensor in tensors.items()}, {tensor.name: tensor for tensor in around}
 
 
 def _file_tensors(path: Path) -> Iterator[FileTensor]:
@@ -332,8 +332,8 @@ def _check_tensors(
                 reason = f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
                 raise RefusedError(reason)
         known |= wanted.keys()
-    others = [name for name in sorted(tensors.keys() - known) if _BUFFER.search(name) is None]
-    left_out = [name for name in others if 0 not in tensors[name].shape]  # as those of no experts, which are saved
+    unknown = [name for name in sorted(tensors.keys() - known) if _BUFFER.search(name) is None]
+    left_out = [name for name in unknown if 0 not in tensors[name].shape]  # files have empty tensors for no experts
     for name in left_out:
         if not name.startswith(getattr(module, "IGNORED", ())):
             raise RefusedError(f"the tensor {name} does not belong to {architecture} with this config.json")

@@ -98,7 +98,7 @@ class StoredAdapter(NamedTuple):
 
 
 def names_of(module: str) -> tuple[str, str]:
-    """What PEFT calls the A and the B of a module of transformers."""
+    """PEFT's names of the A and the B of a module of transformers."""
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 

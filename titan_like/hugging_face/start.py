@@ -150,7 +150,7 @@ def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[C
 
 
 def _saved_start(config: JobConfig) -> Start | None:
-    """What `model.from` gave when the run began, by the checkpoint from which it resumes; None without one."""
+    """The `Start` with which the run began, from the checkpoint that it resumes from; None without one."""
     folder, state = checkpoint_folder(config), None
     if config.checkpoint.enable:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What layers read besides the hidden states.
+    """Inputs of layers besides the hidden states.
 
     A family whose layers read other fields defines its own NamedTuple.
     """

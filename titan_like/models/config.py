@@ -145,7 +145,7 @@ class TransformerConfig(BaseModel):
 
     @property
     def predictions(self) -> tuple[str, ...]:
-        """What the model predicts: a tensor that it returns, and a term of the loss, for each.
+        """The names of the heads. For each the model returns a tensor, and a term of the loss.
 
         "tokens": logits over the vocabulary at every position; "pair": logits of the two classes of a pair of
         sentences; "choice": the score of one of several options; "mtp": for the loss alone, the token after the next.

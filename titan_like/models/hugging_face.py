@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """How Hugging Face's files store one parameter: in rows of ``sources``, one tensor below the other.
+    """The storage of one parameter in Hugging Face's files: rows of ``sources``, one tensor below the other.
 
     ``taken`` selects some of these rows. ``parts`` divide them, for example into queries, keys and values. Ours take an
     equal share of each part in turn, ``groups`` times. Further rows are padding of the vocabulary.
@@ -126,7 +126,7 @@ def family_module(family: str) -> Any:
 
 
 def family_of(config: TransformerConfig, model_type: Any = None) -> Any:
-    """What maps a model: the `hugging_face` module of its family; a `ConfigError` if there is none.
+    """The mapping of a model: the `hugging_face` module of its family; a `ConfigError` if there is none.
 
     Where such a module has `class_of`, it is what that returns: of the classes in transformers that are models of this
     shape the one with the given model_type, or else the first.
@@ -170,8 +170,8 @@ def whole(
     copies: tuple[str, ...] = (),
 ) -> Stored:
     """A parameter that is stored in one tensor, completely or only its first ``rows``, and perhaps in copies of it."""
-    held = (shape[0] if rows is None else rows, *shape[1:])
-    sources = {source: held[::-1] if is_transposed else held}
+    stored_shape = (shape[0] if rows is None else rows, *shape[1:])
+    sources = {source: stored_shape[::-1] if is_transposed else stored_shape}
     return Stored(name, shape, sources, is_transposed=is_transposed, copies=copies)
 
 

@@ -115,7 +115,7 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     @property

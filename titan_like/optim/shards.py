@@ -136,12 +136,12 @@ def _shards(parameter: torch.Tensor) -> Iterator[tuple[int, int, Any]]:
 
 
 def num_matrices(parameter: torch.Tensor) -> int:
-    """How many matrices are stacked in a parameter, as set by `titan_like.models.layers.experts.mark_stacks`."""
+    """Number of matrices stacked in a parameter, as set by `titan_like.models.layers.experts.mark_stacks`."""
     return getattr(parameter, "num_matrices", 1)
 
 
 def matrices_here(parameter: torch.Tensor) -> int:
-    """How many matrices of a stack a process holds, counting the ones that it shares with others."""
+    """Number of matrices of a stack of which a process has a part."""
     return num_matrices(parameter) // prod(_between_matrices(parameter).values())
 
 

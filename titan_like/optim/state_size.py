@@ -1,4 +1,4 @@
-"""How much an optimizer keeps for a parameter, measured after it has updated one."""
+"""Size of an optimizer's state for a parameter, measured after an update."""
 
 from __future__ import annotations
 

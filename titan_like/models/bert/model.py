@@ -136,7 +136,7 @@ class Bert(Transformer):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """What is predicted of the first token: of a pair [batch, 1, 2], of a choice [batch, 1, 1]."""
+        """The logits of the first token's head: for pairs [batch, 1, 2], for choices [batch, 1, 1]."""
         pooled = torch.tanh(self.pooler(self.first_token(x)))
         return self.pair(pooled) if "pair" in self.config.predictions else self.choice(self.pooled_dropout(pooled))
 

@@ -264,8 +264,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
         layers = list(dict.fromkeys(self._layers(self.num_layers)))
         if len(layers) < num_layers:
             first = self._layers(num_layers)
-            more = [(False, kind) for _, kind in first[len(layers) :]]
-            layers = first if set(layers) == set(first) else layers + more
+            following = [(False, kind) for _, kind in first[len(layers) :]]
+            layers = first if set(layers) == set(first) else layers + following
         num_dense = sum(is_dense for is_dense, _ in layers)
         return {"num_layers": num_layers, "num_dense_layers": num_dense, "layer_pattern": [kind for _, kind in layers]}
 

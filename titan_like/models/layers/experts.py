@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Routing(NamedTuple):
-    """What a router decides. A token's choices are numbered k · token and up."""
+    """The result of a router. A token's choices are numbered k · token and up."""
 
     weights: torch.Tensor  # [n, k], at least float32
     order: torch.Tensor  # int64 [n · k], the choices sorted by expert, in the order of the tokens within each

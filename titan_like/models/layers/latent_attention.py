@@ -93,7 +93,7 @@ LATENT_PLAN = {
 
 
 def latent_scale(head_size: int, scaling: RopeScaling | None) -> float:
-    """What DeepSeek multiplies scores by: with yarn's ``mscale_all_dim``, more than 1 / √head_size."""
+    """DeepSeek's factor on the scores: with yarn's ``mscale_all_dim``, more than 1 / √head_size."""
     if scaling is None or scaling.type != "yarn":
         return 1 / math.sqrt(head_size)
     return (1 + 0.1 * scaling.mscale_all_dim * math.log(max(scaling.factor, 1.0))) ** 2 / math.sqrt(head_size)

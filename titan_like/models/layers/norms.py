@@ -47,13 +47,13 @@ def make_norm(width: int, eps: float, kind: Literal["rms", "layer"] = "rms", off
 
 
 def factor_of(norm: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """What a norm multiplies by, given its weight, or this process's part of it; with an offset at least float32."""
+    """The factor of a norm, given its weight or a shard of it; with an offset at least float32."""
     is_offset = isinstance(norm, OffsetNorm)
     return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if is_offset else weight
 
 
 def normalise(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What a norm computes with this weight and bias in place of its own; with an offset in float32 at least."""
+    """The norm of x with another weight and bias, such as shards; with an offset in float32 at least."""
     factor, dtype = factor_of(norm, weight), x.dtype
     if isinstance(norm, OffsetNorm):
         x, bias = x.to(torch.promote_types(dtype, factor.dtype)), None if bias is None else bias.to(factor.dtype)

@@ -103,7 +103,7 @@ class RelativeBias(nn.Module):
         self.table = nn.Embedding(num_buckets, num_heads)
 
     def forward(self, queries: torch.Tensor, num_keys: int) -> torch.Tensor:
-        """What is added to the scores: [1, heads, queries, keys]. With causal attention, later keys get -inf.
+        """The bias of the scores: [1, heads, queries, keys]. With causal attention, later keys get -inf.
 
         ``queries``, int64 [queries], are their positions among the keys.
         """
