@@ -17,7 +17,7 @@ from torch import nn
 from titan_like.config.entry_points import MIXERS
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
-from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionConfig, AttentionCore, SelfAttention
+from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionCore, SelfAttention
 from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, latent_scale
 from titan_like.models.layers.norms import make_norm
 
@@ -77,6 +77,11 @@ def build_mixer(config: DecoderConfig, kind: str) -> nn.Module:
     return module
 
 
+def _core(config: DecoderConfig, kind: LayerKind, scale: float | None) -> AttentionCore:
+    num_sinks = config.num_attention_heads if config.attention_sinks else 0
+    return AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
+
+
 class SoftmaxMixer(Mixer):
     """`SelfAttention`."""
 
@@ -84,17 +89,14 @@ class SoftmaxMixer(Mixer):
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
         """As in the base class."""
-        attention = AttentionConfig(
+        return SelfAttention(
+            config,
+            _core(config, kind, config.attention_scale or None),
             bias=config.attention_bias != "none",
             proj_bias=config.attention_bias == "all",
             qk_norm=config.qk_norm,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
-            scale=config.attention_scale or None,
-            softcap=config.attention_softcap,
-            window=kind.window,
-            sinks=config.attention_sinks,
         )
-        return SelfAttention(config, attention)
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
         """As in the base class."""
@@ -110,9 +112,7 @@ class LatentMixer(Mixer):
     def build(self, config: DecoderConfig, kind: LayerKind) -> LatentAttention:
         """As in the base class."""
         scale = config.attention_scale or latent_scale(config.head_size, kind.rope_scaling)
-        num_sinks = config.num_attention_heads if config.attention_sinks else 0
-        core = AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
-        return LatentAttention(config, core)
+        return LatentAttention(config, _core(config, kind, scale))
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
         """As in the base class."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from titan_like.models.batch import Batch, Context
 from titan_like.models.gpt.config import GPTConfig
-from titan_like.models.layers.attention import AttentionConfig, SelfAttention
+from titan_like.models.layers.attention import AttentionCore, SelfAttention
 from titan_like.models.layers.mlp import GeluMLP
 from titan_like.models.transformer import Transformer
 
@@ -21,8 +21,7 @@ class GPTLayer(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.attention_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
-        attention = AttentionConfig(bias=True, dropout=config.dropout, is_causal=is_causal)
-        self.attention = SelfAttention(config, attention)
+        self.attention = SelfAttention(config, AttentionCore(config.dropout, is_causal), bias=True)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = GeluMLP(config.hidden_size, config.ffn_hidden_size, approximate)
 

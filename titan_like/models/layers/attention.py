@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -217,25 +216,6 @@ def _soft_capped(softcap: float) -> Callable[..., torch.Tensor]:
     return capped
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Options of a `SelfAttention`."""
-
-    bias: bool  # of the projection of queries, keys and values
-    proj_bias: bool | None = None  # of the output projection; None: as ``bias``
-    # Of queries and keys before the rotation: "head" normalises each head by itself (Qwen3), "all" the heads of a token
-    # together (OLMoE, arXiv 2409.02060).
-    qk_norm: Literal["none", "head", "all"] = "none"
-    norm: Callable[[int, float], Norm] = nn.RMSNorm  # makes a norm of a width and epsilon
-    # The others are those of `AttentionCore`.
-    dropout: float = 0.0
-    is_causal: bool = True
-    scale: float | None = None
-    softcap: float = 0.0
-    window: int = 0
-    sinks: bool = False  # whether each head has one
-
-
 class SelfAttention(nn.Module):
     """Attention with fused projections for queries, keys and values.
 
@@ -243,28 +223,35 @@ class SelfAttention(nn.Module):
     a contiguous slice of whole groups is itself a smaller attention layer.
     """
 
-    def __init__(self, shape: TransformerConfig, config: AttentionConfig) -> None:
-        """``shape`` has hidden_size, num_attention_heads, num_kv_heads, head_dim, and norm_eps for norms."""
+    def __init__(
+        self,
+        shape: TransformerConfig,
+        core: AttentionCore,
+        *,
+        bias: bool,
+        proj_bias: bool | None = None,
+        qk_norm: Literal["none", "head", "all"] = "none",
+        norm: Callable[[int, float], Norm] = nn.RMSNorm,
+    ) -> None:
+        """``shape`` has the sizes of the projections, and the epsilon of norms.
+
+        ``bias`` is that of the projections, ``proj_bias`` that of the output projection if it differs. ``qk_norm``
+        normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a token's together,
+        as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and epsilon.
+        """
         super().__init__()
         heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
         self.head_dim = shape.head_dim
-        self.is_norm_of_heads = config.qk_norm == "head"
+        self.is_norm_of_heads = qk_norm == "head"
         self.q_norm = self.k_norm = None
-        if config.qk_norm != "none":
+        if qk_norm != "none":
             q_heads, k_heads = (1, 1) if self.is_norm_of_heads else (heads, kv_heads)  # that are normalised together
-            self.q_norm = config.norm(q_heads * self.head_dim, shape.norm_eps)
-            self.k_norm = config.norm(k_heads * self.head_dim, shape.norm_eps)
+            self.q_norm = norm(q_heads * self.head_dim, shape.norm_eps)
+            self.k_norm = norm(k_heads * self.head_dim, shape.norm_eps)
         self.queries_per_kv_head = heads // kv_heads
-        self.qkv = nn.Linear(shape.hidden_size, (heads + 2 * kv_heads) * self.head_dim, bias=config.bias)
-        self.core = AttentionCore(
-            config.dropout,
-            config.is_causal,
-            scale=config.scale,
-            softcap=config.softcap,
-            window=config.window,
-            num_sinks=heads if config.sinks else 0,
-        )
-        proj_bias = config.bias if config.proj_bias is None else config.proj_bias
+        self.qkv = nn.Linear(shape.hidden_size, (heads + 2 * kv_heads) * self.head_dim, bias=bias)
+        self.core = core
+        proj_bias = bias if proj_bias is None else proj_bias
         self.proj = nn.Linear(heads * self.head_dim, shape.hidden_size, bias=proj_bias)
 
     def forward(self, x: torch.Tensor, context: Context = _PLAIN) -> torch.Tensor:
@@ -301,14 +288,14 @@ class CrossAttention(nn.Module):
     Rows of the fused projection for keys and values are ordered [kv_heads, 2, head_dim], as in `SelfAttention`.
     """
 
-    def __init__(self, shape: TransformerConfig, *, dropout: float = 0.0, scale: float | None = None) -> None:
-        """``shape`` is as in `SelfAttention`."""
+    def __init__(self, shape: TransformerConfig, core: AttentionCore) -> None:
+        """``shape`` has the sizes of the projections."""
         super().__init__()
         self.head_dim = shape.head_dim
         width = shape.num_attention_heads * self.head_dim
         self.q = nn.Linear(shape.hidden_size, width, bias=False)
         self.kv = nn.Linear(shape.hidden_size, 2 * shape.num_kv_heads * self.head_dim, bias=False)
-        self.core = AttentionCore(dropout, is_causal=False, scale=scale)
+        self.core = core
         self.proj = nn.Linear(width, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

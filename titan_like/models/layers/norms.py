@@ -33,17 +33,11 @@ class OffsetLayerNorm(OffsetNorm, nn.LayerNorm):
         return normalise(self, x, self.weight, self.bias)
 
 
-_KINDS: dict[tuple[str, bool], type[Norm]] = {
-    ("rms", False): nn.RMSNorm,
-    ("rms", True): OffsetRMSNorm,
-    ("layer", False): nn.LayerNorm,
-    ("layer", True): OffsetLayerNorm,
-}
-
-
 def make_norm(width: int, eps: float, kind: Literal["rms", "layer"] = "rms", offset: bool = False) -> Norm:
     """A norm over ``width`` elements."""
-    return _KINDS[kind, offset](width, eps)
+    if kind == "rms":
+        return OffsetRMSNorm(width, eps) if offset else nn.RMSNorm(width, eps)
+    return OffsetLayerNorm(width, eps) if offset else nn.LayerNorm(width, eps)
 
 
 def factor_of(norm: nn.Module, weight: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.batch import Batch, Context
-from titan_like.models.layers.attention import AttentionConfig, CrossAttention, SelfAttention
+from titan_like.models.layers.attention import AttentionCore, CrossAttention, SelfAttention
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.positions import RelativeBias
 from titan_like.models.t5.config import T5Config
@@ -30,6 +30,11 @@ class T5Context(NamedTuple):
     decoder_bias: torch.Tensor | None  # [1, heads, decoder_len, decoder_len], causal
 
 
+def attention_core(config: T5Config, is_causal: bool) -> AttentionCore:
+    """Attention whose scores are not scaled, because the initial queries are small enough."""
+    return AttentionCore(config.dropout, is_causal, scale=1.0)
+
+
 class T5Layer(nn.Module):
     """Base class of the layers of both stacks."""
 
@@ -38,9 +43,7 @@ class T5Layer(nn.Module):
         hidden = config.hidden_size
         self.dropout = config.dropout
         self.attention_norm = nn.RMSNorm(hidden, config.norm_eps)
-        # Scores are not scaled, because the initial queries are small enough.
-        attention = AttentionConfig(bias=False, dropout=config.dropout, is_causal=is_causal, scale=1.0)
-        self.attention = SelfAttention(config, attention)
+        self.attention = SelfAttention(config, attention_core(config, is_causal), bias=False)
         self.mlp_norm = nn.RMSNorm(hidden, config.norm_eps)
         kind, activation = (GatedMLP, "gelu_tanh") if config.mlp == "gated_gelu" else (PlainMLP, "relu")
         self.mlp = kind(hidden, config.ffn_hidden_size, activation)
@@ -79,7 +82,7 @@ class DecoderLayer(T5Layer):
     def __init__(self, config: T5Config) -> None:
         super().__init__(config, is_causal=True)
         self.cross_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.cross_attention = CrossAttention(config, dropout=config.dropout, scale=1.0)
+        self.cross_attention = CrossAttention(config, attention_core(config, is_causal=False))
 
     def forward(self, x: torch.Tensor, context: T5Context) -> torch.Tensor:
         """[batch, positions of both parts, hidden] → the same shape."""
