@@ -35,8 +35,8 @@ def schedule_of(config: JobConfig, state: RunState | None) -> Schedule:
     if state is None or state.step == 0 or config.lr_scheduler.resume == "recompute":
         return Schedule.of(config, *(state.come_to(config.training) if state else ()))
     if state.schedule is None:
-        problem = f'an earlier version saved step {state.step}, without its schedule; use "recompute"'
-        raise ConfigError("lr_scheduler.resume", "continue", problem)
+        reason = f'an earlier version saved step {state.step}, without its schedule; use "recompute"'
+        raise ConfigError("lr_scheduler.resume", "continue", reason)
     return state.schedule
 
 

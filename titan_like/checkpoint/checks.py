@@ -68,12 +68,12 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
             continue
         if value != saved:
             then_text = "none" if saved is None else saved
-            cure = "keep that, or name another folder"
+            hint = "keep that, or name another folder"
             if key in _OF_LENGTH or key.startswith("model.overrides.rope_"):
-                cure = f'keep that, or begin a run from these weights: model.from = "{path}", another job.dump_folder'
+                hint = f'keep that, or begin a run from these weights: model.from = "{path}", another job.dump_folder'
             if key == "model.overrides.max_seq_len" and "max_seq_len" not in model.not_in_weights:
-                cure = "that many positions are learned; keep that, and training.seq_len within it"
-            raise OtherRunError(key, value, f"{path} was saved with {then_text}; {cure}")
+                hint = "that many positions are learned; keep that, and training.seq_len within it"
+            raise OtherRunError(key, value, f"{path} was saved with {then_text}; {hint}")
 
 
 def _is_copied(spec: str, path: Path, section: Data) -> bool:
@@ -100,8 +100,8 @@ def usable_steps(folder: Path, load_step: int | None) -> list[int]:
     steps = complete_steps(folder)
     if load_step is None:
         return steps
-    cure = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-    require(load_step in steps, "checkpoint.load_step", load_step, f"no such checkpoint in {folder}; {cure}")
+    hint = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+    require(load_step in steps, "checkpoint.load_step", load_step, f"no such checkpoint in {folder}; {hint}")
     return [load_step]
 
 
@@ -123,18 +123,18 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
                 probe.write_bytes(b"")
                 probe.unlink()
         except OSError as error:
-            problem = f"cannot be written to ({error.strerror}); correct the URL, the credentials or the network"
-            raise ConfigError(key, str(folder), problem) from None
+            reason = f"cannot be written to ({error.strerror}); correct the URL, the credentials or the network"
+            raise ConfigError(key, str(folder), reason) from None
         return
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
         parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
-        problem = f"the folder cannot be created ({error.strerror}); name one that you may write to"
-        raise ConfigError(key, str(folder), problem) from None
-    problem = f"the folder cannot be created ({parent} is a file); name one that you may write to"
-    require(parent.is_dir(), key, str(folder), problem)
+        reason = f"the folder cannot be created ({error.strerror}); name one that you may write to"
+        raise ConfigError(key, str(folder), reason) from None
+    reason = f"the folder cannot be created ({parent} is a file); name one that you may write to"
+    require(parent.is_dir(), key, str(folder), reason)
     require(os.access(parent, os.W_OK), key, str(folder), f"the folder {parent} is not writable; name one that is")
 
 
@@ -170,8 +170,8 @@ def check_room(folder: Path, needed: int) -> None:
     if isinstance(folder, RemotePath):
         return
     free = shutil.disk_usage(folder).free + leftover_bytes(folder)
-    problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
-    require(free >= needed, "checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
+    reason = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
+    require(free >= needed, "checkpoint.folder", str(folder), f"{reason}; make room, or name a folder on another disk")
 
 
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:

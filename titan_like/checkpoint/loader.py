@@ -27,7 +27,7 @@ from titan_like.checkpoint.step_folders import (
     sweep,
 )
 from titan_like.config.errors import ConfigError, RunError, first_line, require
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.config.urls import StorageError
 from titan_like.models.hugging_face import family_module
@@ -229,25 +229,25 @@ def first_failure(error: BaseException) -> str:
 
 
 @contextmanager
-def reading(path: Path, cure: str = "") -> Iterator[None]:
-    """Turn whatever a damaged checkpoint raises into a `RunError`, which ends with ``cure``."""
+def reading(path: Path, hint: str = "") -> Iterator[None]:
+    """Turn whatever a damaged checkpoint raises into a `RunError`, which ends with ``hint``."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
             yield
     except (CheckpointException, Exception) as error:  # the former is a BaseException
-        raise RunError(f"{path} cannot be loaded ({first_failure(error)}){cure}") from error
+        raise RunError(f"{path} cannot be loaded ({first_failure(error)}){hint}") from error
 
 
-def agree(problem: str | None) -> None:
-    """Raise on every rank if any rank has a problem. Every rank calls it.
+def agree(reason: str | None) -> None:
+    """Raise on every rank if any rank fails. Every rank calls it.
 
     Raises:
-        RunError: the first rank's problem.
+        RunError: the first rank's reason.
     """
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    for rank, text in enumerate(reasons):
         if text is not None:
             raise RunError(f"rank {rank}: {text}")
 
@@ -264,7 +264,7 @@ def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint."""
-    return file_problem(path / RUN_FILE) is None
+    return unreadable_reason(path / RUN_FILE) is None
 
 
 def one_checkpoint(path: Path, key: str) -> Path:
@@ -276,21 +276,21 @@ def one_checkpoint(path: Path, key: str) -> Path:
     newest = newest_in(path)
     if newest != path or is_checkpoint(path):
         return newest
-    cure = "name a step-N folder, a folder of them, or the dump folder of a run with checkpoint.enable"
-    raise ConfigError(key, str(path), problem_without_checkpoints(path, cure))
+    hint = "name a step-N folder, a folder of them, or the dump folder of a run with checkpoint.enable"
+    raise ConfigError(key, str(path), reason_without_checkpoints(path, hint))
 
 
-def problem_without_checkpoints(path: Path, cure: str) -> str:
-    """Why a path is not a folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
+def reason_without_checkpoints(path: Path, hint: str) -> str:
+    """Why a path is not a folder of checkpoints, as the predicate of a sentence that ends with ``hint``."""
     if is_checkpoint(path):
         return f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {path.parent}"
     if (path / "config.json").is_file():
         return "is a Hugging Face folder, not a checkpoint; set model.from to it"
     if not path.is_dir():
-        return f"{'is a file' if path.exists() else 'no such folder'}; {cure}"
+        return f"{'is a file' if path.exists() else 'no such folder'}; {hint}"
     names = sorted(file.name for file in path.iterdir())
     content = f"only {', '.join(names[:3])}{' and so on' if len(names) > 3 else ''}" if names else "it is empty"
-    return f"holds no checkpoint ({content}); {cure}"
+    return f"holds no checkpoint ({content}); {hint}"
 
 
 class CheckpointWeights:
@@ -335,5 +335,5 @@ class CheckpointWeights:
             described.add(name)
         for name in self._stored:
             if name.startswith("model.") and name not in described:
-                problem = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
-                raise ValueError(problem)
+                reason = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
+                raise ValueError(reason)

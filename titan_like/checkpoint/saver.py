@@ -130,7 +130,7 @@ class Saver:
         self._save = _Save([checkpoint_path(folder, run.step) for folder in self._due])
         self._saved: list[Path] = []
         if not self.in_background:
-            self._save.problem = self._write(tensors, run)
+            self._save.reason = self._write(tensors, run)
             return
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
         ready = torch.cuda.current_stream().record_event() if on_gpu else None
@@ -163,9 +163,9 @@ class Saver:
             save.thread.join()
         if save.crash is not None:
             raise save.crash
-        if save.problem is not None:
+        if save.reason is not None:
             path = next(path for path in save.paths if path not in self._saved)
-            raise SaveError(f"{path} is not saved ({save.problem}); earlier checkpoints are intact", self._saved)
+            raise SaveError(f"{path} is not saved ({save.reason}); earlier checkpoints are intact", self._saved)
         return self._saved
 
     def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:
@@ -177,7 +177,7 @@ class Saver:
             self.before_copy(save.is_awaited)
             copies = self._copy(tensors, ready)
             save.is_copied.set()
-            save.problem = self._write(copies, run)
+            save.reason = self._write(copies, run)
         except BaseException as error:  # `finish` raises it
             save.crash = error
         finally:
@@ -209,57 +209,57 @@ class Saver:
         exports, step = self.exports_to in self._due, run.step
         weights = unfinished_path(self.exports_to, step) / "weights"  # removed again
         folder = self.folder if self.folder in self._due else weights
-        problem = self._of_weights(tensors)
-        if problem is None and exports:
-            problem = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
-        problem = problem or self._write_checkpoint(tensors, run, folder)
-        if problem is None and exports:
-            problem = self._write_export(checkpoint_path(folder, step), weights, step)
-        if problem is not None:
+        reason = self._of_weights(tensors)
+        if reason is None and exports:
+            reason = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
+        reason = reason or self._write_checkpoint(tensors, run, folder)
+        if reason is None and exports:
+            reason = self._write_export(checkpoint_path(folder, step), weights, step)
+        if reason is not None:
             for folder in self._due:
                 self._on_first_rank(partial(sweep, folder))
-        return problem
+        return reason
 
     def _write_checkpoint(self, tensors: Tensors, run: RunState, folder: Path) -> str | None:
-        problem = self._on_first_rank(partial(begin_checkpoint, folder, run.step))
-        if problem is None:
+        reason = self._on_first_rank(partial(begin_checkpoint, folder, run.step))
+        if reason is None:
             try:
                 mark = [uuid4().hex]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
                 writer = TensorWriter(unfinished_path(folder, run.step), mark[0])
                 dcp.save(in_parts(tensors), storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
-                problem = self._explained(first_failure(error), tensors, folder)
-        if problem is None:
+                reason = self._explained(first_failure(error), tensors, folder)
+        if reason is None:
             # After skipped steps the weights may be ruined, so do not remove older checkpoints for this one.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
-            problem = self._on_first_rank(partial(complete_checkpoint, folder, run, keep, self.files))
-        if problem is None and folder == self.folder:
+            reason = self._on_first_rank(partial(complete_checkpoint, folder, run, keep, self.files))
+        if reason is None and folder == self.folder:
             self._saved.append(checkpoint_path(folder, run.step))
-        return problem
+        return reason
 
     def _write_export(self, checkpoint: Path, weights: Path, step: int) -> str | None:
         """Write the Hugging Face folder of a checkpoint, which is in ``weights`` if it serves only this."""
         rank, unfinished = dist.get_rank(), weights.parent
         with TemporaryDirectory() if isinstance(unfinished, RemotePath) else nullcontext(unfinished) as name:
             folder = Path(name)
-            problem = self._on_each_rank(partial(self.export, checkpoint, folder, (rank, dist.get_world_size())))
-            problem = problem or self._on_first_rank(partial(remove, weights))
+            reason = self._on_each_rank(partial(self.export, checkpoint, folder, (rank, dist.get_world_size())))
+            reason = reason or self._on_first_rank(partial(remove, weights))
             if isinstance(unfinished, RemotePath):
                 put = partial(upload, folder, unfinished)
                 for is_turn in (rank > 0, rank == 0):  # the file that makes it complete is rank 0's
-                    problem = problem or self._on_each_rank(put if is_turn else lambda: None)
-        problem = problem or self._on_first_rank(partial(complete, self.exports_to, step, self.keep_latest))
-        if problem is None:
+                    reason = reason or self._on_each_rank(put if is_turn else lambda: None)
+        reason = reason or self._on_first_rank(partial(complete, self.exports_to, step, self.keep_latest))
+        if reason is None:
             self._saved.append(checkpoint_path(self.exports_to, step))
-        return problem
+        return reason
 
-    def _explained(self, problem: str, tensors: Tensors, folder: Path) -> str:
+    def _explained(self, reason: str, tensors: Tensors, folder: Path) -> str:
         """The reason of a failed save, with a full disk added, because torch's writer does not report it."""
-        texts, needed = [problem], sum(local(tensor).nbytes for tensor in tensors.values())
+        texts, needed = [reason], sum(local(tensor).nbytes for tensor in tensors.values())
         is_here = dist.get_rank() == 0 and not isinstance(folder, RemotePath)
         if is_here and shutil.disk_usage(folder).free < needed:
-            texts = [f"the disk is full; {problem}"]
+            texts = [f"the disk is full; {reason}"]
         dist.broadcast_object_list(texts, src=0, group=self._group)
         return texts[0]
 
@@ -273,24 +273,24 @@ class Saver:
 
     def _on_first_rank(self, action: Callable[[], object]) -> str | None:
         """Run an action on files on rank 0. Returns its error on every rank, or None."""
-        problems: list[str | None] = [None]
+        reasons: list[str | None] = [None]
         if dist.get_rank() == 0:
             try:
                 action()
             except OSError as error:
-                problems = [first_line(error)]
-        dist.broadcast_object_list(problems, src=0, group=self._group)
-        return problems[0]
+                reasons = [first_line(error)]
+        dist.broadcast_object_list(reasons, src=0, group=self._group)
+        return reasons[0]
 
     def _on_each_rank(self, action: Callable[[], object]) -> str | None:
         """Run an action on files on every rank. Returns the first rank's error on every rank, or None."""
-        problem, problems = None, [None] * dist.get_world_size()
+        reason, reasons = None, [None] * dist.get_world_size()
         try:
             action()
         except Exception as error:  # a damaged file may raise anything
-            problem = f"rank {dist.get_rank()}: {first_line(error)}"
-        dist.all_gather_object(problems, problem, group=self._group)
-        return next((text for text in problems if text is not None), None)
+            reason = f"rank {dist.get_rank()}: {first_line(error)}"
+        dist.all_gather_object(reasons, reason, group=self._group)
+        return next((text for text in reasons if text is not None), None)
 
 
 class _Save:
@@ -298,7 +298,7 @@ class _Save:
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
-        self.problem: str | None = None
+        self.reason: str | None = None
         self.crash: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.is_copied = threading.Event()

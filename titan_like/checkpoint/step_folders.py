@@ -28,7 +28,7 @@ from zlib import crc32
 from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
-from titan_like.config.paths import check_folder, file_problem, parse_json
+from titan_like.config.paths import check_folder, parse_json, unreadable_reason
 from titan_like.config.schema import JobConfig, Training
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.loading.batch_size import in_samples, total_steps
@@ -112,7 +112,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 def newest_in(path: Path) -> Path:
     """The newest checkpoint of a run's dump folder or folder of checkpoints; any other path itself."""
-    is_run = all(file_problem(path / marker) == "does not exist" for marker in _MARKERS)
+    is_run = all(unreadable_reason(path / marker) == "does not exist" for marker in _MARKERS)
     for folder in (path, path / "checkpoint") if is_run else ():
         if steps := complete_steps(folder):
             return checkpoint_path(folder, steps[-1])

@@ -72,16 +72,16 @@ def main(argv: list[str]) -> int:
     options, settings = build_parser().parse_known_args(argv)
     sizes, config, processes = sizes_of(options), load_config(settings), number_of_processes()
     check_picture("--picture", options.picture)
-    problem = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
-    require(processes != 1, "processes", 1, problem)
+    reason = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
+    require(processes != 1, "processes", 1, reason)
     layout, per_node = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
     check_meeting()
     device = select_device("float32")
     buffers, room = 3, host_memory_bytes() // per_node  # gloo takes one more, for all-gathers and others
     if device.type == "cuda":
         buffers, room = 2, torch.cuda.mem_get_info(device)[0]
-    problem = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
-    require(buffers * sizes[-1] <= 0.8 * room, "--largest", options.largest, problem)
+    reason = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
+    require(buffers * sizes[-1] <= 0.8 * room, "--largest", options.largest, reason)
     rows: list[Measurement] = []
     with process_group(device):
         is_first = dist.get_rank() == 0

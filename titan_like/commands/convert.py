@@ -78,8 +78,8 @@ def to_hf(options: argparse.Namespace) -> int:
         base = weights.run.base["folder"]
         print(f"wrote the adapters of {path} as {output}, a PEFT folder for {base}")
         if is_checkpoint(path_of(base)):
-            cure = "convert that too, and name its folder in adapter_config.json"
-            print(f"transformers cannot open {base}, a checkpoint; {cure}", file=sys.stderr)
+            hint = "convert that too, and name its folder in adapter_config.json"
+            print(f"transformers cannot open {base}, a checkpoint; {hint}", file=sys.stderr)
         return 0
     weights = MergedWeights(path) if options.merge else weights
     files = to_hugging_face(weights, output, dtype, int(options.max_shard_size * 1e9), options.tokenizer)

@@ -73,20 +73,20 @@ def _boolean(text: str) -> str:
 def check_options(options: argparse.Namespace) -> None:
     """Refuse the first option that is wrong."""
     require(options.lm_eval != "", "--lm_eval", "", "names no task; give names with commas between them")
-    problem = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
-    require(not options.lm_eval or find_spec("lm_eval") is not None, "--lm_eval", options.lm_eval, problem)
+    reason = 'the package lm_eval is not installed; run pip install "titan_like[lm-eval]"'
+    require(not options.lm_eval or find_spec("lm_eval") is not None, "--lm_eval", options.lm_eval, reason)
     for name in (*_OF_HARNESS, "lm_eval_folder", "seed"):
         value = getattr(options, name)
         require(value is None or options.lm_eval, f"--{name}", value, "is for --lm_eval only; add that or leave it out")
-    problem = "names no chat template; without a name it is the tokenizer's own"
-    require(options.apply_chat_template != "", "--apply_chat_template", "", problem)
+    reason = "names no chat template; without a name it is the tokenizer's own"
+    require(options.apply_chat_template != "", "--apply_chat_template", "", reason)
     if (turns := options.fewshot_as_multiturn) is not None:
-        problem = "turns are for --apply_chat_template; add that, or leave it out"
-        require(turns == "false" or options.apply_chat_template, "--fewshot_as_multiturn", turns, problem)
+        reason = "turns are for --apply_chat_template; add that, or leave it out"
+        require(turns == "false" or options.apply_chat_template, "--fewshot_as_multiturn", turns, reason)
         options.fewshot_as_multiturn = turns == "true"
     if folder := options.lm_eval_folder:
-        problem = "is not a folder; name one with YAML files"
-        require(os.path.isdir(folder), "--lm_eval_folder", folder, problem)
+        reason = "is not a folder; name one with YAML files"
+        require(os.path.isdir(folder), "--lm_eval_folder", folder, reason)
         check_folder("--lm_eval_folder", Path(folder).rglob("*"))
 
 
@@ -109,24 +109,24 @@ def main(argv: list[str]) -> int:
     if not specs and not options.lm_eval:
         key, specs = "evaluation.datasets", [*config.evaluation.datasets]
         specs += [_VALIDATION] if config.evaluation.interval else []
-        problem = "there is nothing to evaluate; give --task NAME=PATH, --task validation or --lm_eval TASKS"
-        require(specs, "--task", None, problem)
+        reason = "there is nothing to evaluate; give --task NAME=PATH, --task validation or --lm_eval TASKS"
+        require(specs, "--task", None, reason)
     validates, specs = _VALIDATION in specs, [spec for spec in specs if spec != _VALIDATION]
     if "choice" not in shape.predictions and (specs or options.lm_eval):
         check_predicts_next_token(config, shape)
     named = named_tasks(key, specs, shape)
     slides = any(task.kind.slides for task in named)
-    problem = "is for the tasks text and wikitext103 only; leave it out"
-    require(options.stride is None or slides, "--stride", options.stride, problem)
+    reason = "is for the tasks text and wikitext103 only; leave it out"
+    require(options.stride is None or slides, "--stride", options.stride, reason)
     windows = TextSettings.of(config.training.seq_len, options.stride)
-    problem = f"longer than training.seq_len = {windows.seq_len}; use at most that"
-    require(windows.stride <= windows.seq_len, "--stride", windows.stride, problem)
-    problem = "its tasks predict tokens, and this model chooses answers"
-    require(not options.lm_eval or shape.is_causal, "--lm_eval", options.lm_eval, problem)
+    reason = f"longer than training.seq_len = {windows.seq_len}; use at most that"
+    require(windows.stride <= windows.seq_len, "--stride", windows.stride, reason)
+    reason = "its tasks predict tokens, and this model chooses answers"
+    require(not options.lm_eval or shape.is_causal, "--lm_eval", options.lm_eval, reason)
     path = find_checkpoint(config)
     has_data = is_checkpoint(path) or {"dataset", "paths"} & config.data.model_fields_set
-    problem = "the folder says nothing of a run's data; give --data.dataset and --data.paths"
-    require(has_data or not validates, "--task", _VALIDATION, problem)
+    reason = "the folder says nothing of a run's data; give --data.dataset and --data.paths"
+    require(has_data or not validates, "--task", _VALIDATION, reason)
     results, of_harness = score(config, path, named, windows, options, validates)
     # Every process has the results; one of them reports.
     if os.environ.get("RANK", "0") != "0":

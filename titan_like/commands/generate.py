@@ -164,8 +164,8 @@ def chat(
     from titan_like.data.chat.template import read_template
 
     template = read_template(config.data.tokenizer)
-    problem = f"data.tokenizer = {config.data.tokenizer} has no chat template; name an instruct model's tokenizer"
-    require(template is not None, "--chat", True, problem)
+    reason = f"data.tokenizer = {config.data.tokenizer} has no chat template; name an instruct model's tokenizer"
+    require(template is not None, "--chat", True, reason)
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     is_first, shown = os.environ.get("RANK", "0") == "0", ""
     write = partial(template.apply_chat_template, **config.data.chat_template_kwargs | {"tokenize": False})

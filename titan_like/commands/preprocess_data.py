@@ -55,14 +55,14 @@ def main(argv: list[str]) -> int:
     """Tokenize what the command line names."""
     options = build_parser().parse_args(argv)
     prefix = prefix_of(options.output)
-    problem = f"is a folder; name the dataset in it, such as {Path(options.output, 'corpus')}"
+    reason = f"is a folder; name the dataset in it, such as {Path(options.output, 'corpus')}"
     is_folder = options.output.endswith("/") or os.path.isdir(prefix)
-    require(not is_folder, "--output", options.output, problem)
+    require(not is_folder, "--output", options.output, reason)
     unfinished = Path(f"{prefix}.unfinished")
     for ending in ("bin", "idx"):
         is_moved = ending == "bin" and unfinished.exists()  # by a job that was interrupted then
-        problem = f"{prefix}.{ending} exists; remove it or name another place"
-        require(is_moved or not os.path.exists(f"{prefix}.{ending}"), "--output", str(prefix), problem)
+        reason = f"{prefix}.{ending} exists; remove it or name another place"
+        require(is_moved or not os.path.exists(f"{prefix}.{ending}"), "--output", str(prefix), reason)
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)
     files = find_files(options.input, "--input")
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         bad_lines=options.bad_lines,
         key="--input",
         tokenizer_key="--tokenizer",
-        cure="correct it, set --text_key, or leave such records out with --bad_lines skip",
+        hint="correct it, set --text_key, or leave such records out with --bad_lines skip",
     )
     began = time.monotonic()
     try:

@@ -44,8 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_options(options: argparse.Namespace) -> list[int]:
     """Refuse the first option that is out of range; returns the numbers of processes."""
-    problem = "the grid says what to measure; give --grid or --top"
-    require(options.grid is None or options.top is None, "--top", options.top, problem)
+    reason = "the grid says what to measure; give --grid or --top"
+    require(options.grid is None or options.top is None, "--top", options.top, reason)
     words = [] if options.processes is None else [word.strip() for word in options.processes.split(",")]
     are_counts = all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words)
     require(are_counts, "--processes", options.processes, "must be whole numbers of at least 1, such as 1,2,4")
@@ -100,16 +100,16 @@ def main(argv: list[str]) -> int:
                 print(f"{warning}; predictions for {count} are rough")
         if config.float8.enable:
             print(FLOAT8_NOTE)
-    problem = "the planner needs one to choose layouts here; scripts/plan.py microbenchmark measures it. "
-    require(stacks or options.grid, "--profile", None, f"{problem}Or give --grid")
+    reason = "the planner needs one to choose layouts here; scripts/plan.py microbenchmark measures it. "
+    require(stacks or options.grid, "--profile", None, f"{reason}Or give --grid")
     if options.grid:
         cases = grid_cases(config, counts, values)
     else:
         fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
         fixed |= set_keys(config) if config.parallelism.auto else frozenset()
         cases = planned_cases(config, profiles, fixed, options.top or 8)
-    problem = f"no layout is valid; {cases[0].reason}"
-    require(any(case.sizes for case in cases), "--processes", ",".join(map(str, counts)), problem)
+    reason = f"no layout is valid; {cases[0].reason}"
+    require(any(case.sizes for case in cases), "--processes", ",".join(map(str, counts)), reason)
 
     out = Path(options.dump_folder)
     refusal = hold(out / "search", "another search writes to this folder; stop it, or name another folder", 0.0)

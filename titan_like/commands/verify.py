@@ -101,8 +101,8 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     if verdict.outcome == "undecided":
         from titan_like.verify.processes import TOO_LONG  # this imports torch
 
-        cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
-        lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
+        hint = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
+        lines.append(f"undecided: {verdict.reason}{hint} ({seconds:.0f} s)")
     if (first := verdict.first_difference) is not None:
         step = f" in step {first.step}" if first.step else ""
         parameter = f"{first.parameter}: " if first.parameter else ""

@@ -89,8 +89,8 @@ def find_entry(key: str, name: str) -> EntryPoint:
     if len(entries) == 1:
         return entries[0]
     places = " and ".join(sorted(entry.value for entry in entries))
-    problem = f"is defined by {places}; rename it in the entry points of all packages but one, or uninstall them"
-    require(not entries, key, name, problem)
+    reason = f"is defined by {places}; rename it in the entry points of all packages but one, or uninstall them"
+    require(not entries, key, name, reason)
     raise ConfigError(key, name, unknown("name", name, names_of(key)))
 
 
@@ -99,8 +99,8 @@ def load_entry(key: str, entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except Exception as error:  # whatever the package raises on import
-        problem = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
-        raise ConfigError(key, entry.name, problem) from error
+        reason = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
+        raise ConfigError(key, entry.name, reason) from error
 
 
 def read_flavors(package: str) -> dict[str, dict[str, Any]]:

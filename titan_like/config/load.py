@@ -30,7 +30,7 @@ from titan_like.config.errors import (
     RunError,
     all_of,
     printable,
-    problem_of,
+    reason_of,
     record_error,
     require,
     shortened,
@@ -40,7 +40,7 @@ from titan_like.config.options import as_installed
 from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of, weight_of
-from titan_like.config.synonyms import cure_of
+from titan_like.config.synonyms import hint_for
 
 
 def format_help(program: str, config_type: type[BaseModel]) -> str:
@@ -121,7 +121,7 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
     checkpoint > default. `model.from` fills in what its folder gives. ``--help`` prints every key and exits.
 
     Raises:
-        ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
+        ConfigError: unknown keys, wrong types or values, or an unreadable file: all errors, one a line.
     """
     if any(word in ("-h", "--help") for word in argv):
         print(as_installed(format_help(os.path.basename(sys.argv[0]), JobConfig)))
@@ -133,8 +133,8 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
     except ConfigError as error:
         errors.append(error)
     if isinstance(job := tree.get("job"), dict) and "config_file" in job:
-        problem = "settings are read from one file, which the command line names; leave it out here"
-        errors.append(ConfigError("job.config_file", job.pop("config_file"), problem))
+        reason = "settings are read from one file, which the command line names; leave it out here"
+        errors.append(ConfigError("job.config_file", job.pop("config_file"), reason))
     for dotted, value in overrides.items():
         _set_dotted(tree, dotted, value)
     try:
@@ -242,10 +242,10 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
         weights = [weight_of(value) for value in values]
         if [weight is not None for weight in weights] == [True, False] * (len(values) // 2):
             path = next(filter(os.path.lexists, values[::2]), None)
-            problem = (
+            reason = (
                 f"""is "{path}" a weight or the path that is there? Write '[0.7, "web", 0.3, "2024"]', as in TOML"""
             )
-            require(path is None, dotted, values, problem)
+            require(path is None, dotted, values, reason)
             parsed[::2] = weights[::2]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
 
@@ -264,15 +264,15 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
             example = bare if "=" in bare else f"{bare} VALUE"
             errors.append(ConfigError("command line", word, f"a setting needs two dashes; write --{example}"))
             groups.append(("", []))  # collects the words that follow
-        elif word.startswith("-") and (cure := cure_of(bare.partition("=")[0])):
-            errors.append(ConfigError("command line", word, f"unknown key; {cure}"))
+        elif word.startswith("-") and (hint := hint_for(bare.partition("=")[0])):
+            errors.append(ConfigError("command line", word, f"unknown key; {hint}"))
             groups.append(("", []))
         elif groups:
             groups[-1][1].append(word)
         else:
             is_config = word.endswith(".toml") or (SHIPPED / f"{word}.toml").is_file()
-            problem = _name_config(word) if is_config else "not a setting; write --section.key value"
-            errors.append(ConfigError("command line", word, problem))
+            reason = _name_config(word) if is_config else "not a setting; write --section.key value"
+            errors.append(ConfigError("command line", word, reason))
     return [(key, values) for key, values in groups if key or not errors], errors
 
 
@@ -283,13 +283,13 @@ def _takes_several(key: str) -> bool:
 def _name_config(word: str) -> str:
     """How to name the TOML file that stands alone on the command line: the whole command, if this process has it."""
     program, *words = sys.argv
-    cure = "name a TOML file with --job.config_file"
+    hint = "name a TOML file with --job.config_file"
     if word not in words or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own words are not known
-        return f"{cure} {word}"
+        return f"{hint} {word}"
     words.insert(words.index(word), "--job.config_file")
     name = os.path.basename(program)
     program = name if name.startswith("titan-") else f"python {program}"
-    return f"{cure}: {program} {shlex.join(words)}"
+    return f"{hint}: {program} {shlex.join(words)}"
 
 
 def _file_settings(path: Any) -> dict[str, Any]:
@@ -340,28 +340,28 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         section, _, key = dotted.partition(".")
-        value, problem = detail["input"], problem_of(detail)
-        if detail["type"] == "model_type" and (cure := cure_of(dotted)):  # such as --compile
-            problem = f"is a section; {cure}"
+        value, reason = detail["input"], reason_of(detail)
+        if detail["type"] == "model_type" and (hint := hint_for(dotted)):  # such as --compile
+            reason = f"is a section; {hint}"
         elif detail["type"] != "extra_forbidden":
             option = _section_fields(section).get(key)
-            problem += f" ({option.description})" if option else ""
+            reason += f" ({option.description})" if option else ""
         elif key or not isinstance(value, dict):
-            problem = _unknown_key(dotted)
-        elif any(cure_of(f"{dotted}.{name}") for name in value):
+            reason = _unknown_key(dotted)
+        elif any(hint_for(f"{dotted}.{name}") for name in value):
             keys = {f"{dotted}.{name}": item for name, item in value.items()}
             errors += [ConfigError(name, item, _unknown_key(name)) for name, item in keys.items()]
             continue
         else:
-            value, problem = "[table]", unknown("section", dotted, JobConfig.model_fields)
-        errors.append(ConfigError(dotted, value, problem))
+            value, reason = "[table]", unknown("section", dotted, JobConfig.model_fields)
+        errors.append(ConfigError(dotted, value, reason))
     return list({e.key: e for e in reversed(errors)}.values())[::-1]
 
 
 def _unknown_key(dotted: str) -> str:
-    """The problem with a key that does not exist, and another project's key, one in another section, or the nearest."""
-    if cure := cure_of(dotted):
-        return f"unknown key; {cure}"
+    """That a key does not exist, with a hint: the key that sets the same, the same key elsewhere, or the nearest."""
+    if hint := hint_for(dotted):
+        return f"unknown key; {hint}"
     keys = [f"{section}.{key}" for section in JobConfig.model_fields for key in _section_fields(section)]
     dotted = dotted.replace("-", "_")
     same_name = [key for key in keys if key.endswith("." + dotted.rpartition(".")[2])]

@@ -77,11 +77,11 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Turn argparse's message into a `ConfigError`, which is raised."""
-        option, colon, problem = message.removeprefix("argument ").partition(": ")
+        option, colon, reason = message.removeprefix("argument ").partition(": ")
         if not colon:  # about no option in particular
-            option, problem = "", message
-        problem = f"{shortened(printable(problem))}; {self.prog} --help says more"
-        raise ConfigError("command line", option or None, problem)
+            option, reason = "", message
+        reason = f"{shortened(printable(reason))}; {self.prog} --help says more"
+        raise ConfigError("command line", option or None, reason)
 
 
 def _option(expand: Callable[[str], str], text: str) -> str:

@@ -16,7 +16,7 @@ import tomli
 import tomli_w
 
 from titan_like.config.errors import ConfigError, RunError, boolean_of, first_line, require
-from titan_like.config.urls import RemotePath, StorageError, is_url, scheme_problem
+from titan_like.config.urls import RemotePath, StorageError, is_url, scheme_refusal
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 _DESCRIPTOR = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
@@ -41,14 +41,14 @@ def expanded(text: str, takes_urls: bool = False) -> str:
         raise ValueError("is empty; name a path")
     if is_url(path):
         scheme = path.partition("://")[0]
-        cure = ", or a repository of the Hugging Face hub as org/name where one may stand" * (scheme == "hf")
-        problem = f"is at {scheme}://, which is not supported; name a path on this machine{cure}"
-        if refusal := scheme_problem(scheme) if takes_urls else problem:
+        hint = ", or a repository of the Hugging Face hub as org/name where one may stand" * (scheme == "hf")
+        reason = f"is at {scheme}://, which is not supported; name a path on this machine{hint}"
+        if refusal := scheme_refusal(scheme) if takes_urls else reason:
             raise ValueError(refusal)
     return path
 
 
-def file_problem(path: Path, may_stream: bool = False) -> str | None:
+def unreadable_reason(path: Path, may_stream: bool = False) -> str | None:
     """Why a file cannot be read, as the predicate of a sentence; None if it can.
 
     Only regular files can: pipes and devices have no end, or wait for a writer. With ``may_stream`` also a pipe that
@@ -74,27 +74,27 @@ def user_file(
     """Every file of the user's is opened and parsed in this context, which turns whatever that raises into one error.
 
     Args:
-        path: the file. It is not opened unless it is one that `file_problem` allows.
+        path: the file. It is not opened unless it is one that `unreadable_reason` allows.
         refuse: makes the error, from the predicate of a sentence about the file, such as "does not exist".
         what: the predicate if its content cannot be parsed; the reason follows in brackets.
-        may_stream: as in `file_problem`.
+        may_stream: as in `unreadable_reason`.
     """
-    problem = None if isinstance(path, RemotePath) else file_problem(path, may_stream)  # storage has files alone
-    if problem is None:
+    reason = None if isinstance(path, RemotePath) else unreadable_reason(path, may_stream)  # storage has files alone
+    if reason is None:
         try:
             yield
             return
         except (ConfigError, RunError, StorageError):
             raise
         except FileNotFoundError:
-            problem = "does not exist"
+            reason = "does not exist"
         except UnicodeDecodeError as error:
-            problem = f"byte {error.start} is not valid UTF-8"
+            reason = f"byte {error.start} is not valid UTF-8"
         except OSError as error:
-            problem = f"cannot be read ({error.strerror or error})"
+            reason = f"cannot be read ({error.strerror or error})"
         except Exception as error:  # each parser has its own
-            problem = f"{what} ({first_line(error)})"
-    raise refuse(problem) from None
+            reason = f"{what} ({first_line(error)})"
+    raise refuse(reason) from None
 
 
 def check_folder(key: str, paths: Iterable[Path]) -> None:
@@ -105,9 +105,9 @@ def check_folder(key: str, paths: Iterable[Path]) -> None:
         require(is_usual, key, str(path), "is a pipe, socket or device, not a file; remove it")
 
 
-def blaming(key: str, value: object, cure: str) -> Callable[[str], ConfigError]:
+def blaming(key: str, value: object, hint: str) -> Callable[[str], ConfigError]:
     """What `user_file` takes to blame a setting."""
-    return lambda problem: ConfigError(key, value, f"{problem}; {cure}")
+    return lambda reason: ConfigError(key, value, f"{reason}; {hint}")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -134,8 +134,8 @@ def find_config(path: str) -> str:
         return f"{path}.toml"
     shipped = {file.stem: str(file) for file in SHIPPED.glob("*.toml")}
     if name not in shipped and (similar := difflib.get_close_matches(name, shipped)):
-        problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(similar)}"
-        raise ConfigError("job.config_file", path, problem)
+        reason = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(similar)}"
+        raise ConfigError("job.config_file", path, reason)
     return shipped.get(name, path)
 
 
@@ -143,10 +143,10 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
     """Parse a TOML file; a `ConfigError` if that is not possible. ``key`` is the setting that names it."""
     text = ""
 
-    def refusal(problem: str) -> ConfigError:
-        if problem == "does not exist":
+    def refusal(reason: str) -> ConfigError:
+        if reason == "does not exist":
             return ConfigError(key, path, "no such file; give the path of a TOML file")
-        return ConfigError(key, path, f"{problem}; {_cure(text, problem)}")
+        return ConfigError(key, path, f"{reason}; {_hint(text, reason)}")
 
     with user_file(Path(path), refusal, "not valid TOML", may_stream=True):
         text = Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
@@ -155,11 +155,11 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
         return tree
 
 
-def _cure(text: str, problem: str) -> str:
+def _hint(text: str, reason: str) -> str:
     """What to do about a file that is no TOML, or the line that the parser stopped at."""
     if not text:
-        return "save the file as UTF-8" if "UTF-8" in problem else "give a readable TOML file"
-    place = re.search(r"at line (\d+)", problem)
+        return "save the file as UTF-8" if "UTF-8" in reason else "give a readable TOML file"
+    place = re.search(r"at line (\d+)", reason)
     lines = text.splitlines()
     if place and int(place[1]) <= len(lines):
         word = re.search(r"=\s*(\w+)\s*(?:#.*)?$", lines[int(place[1]) - 1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import tomli
 
 
-def cure_of(name: str) -> str | None:
+def hint_for(name: str) -> str | None:
     """How to say in this project what ``name`` sets in another one, as a part of a sentence; None if it sets nothing.
 
     ``name`` may have a section, and may be written as on a command line: tensor-model-parallel-size.

@@ -125,7 +125,7 @@ def path_of(text: str | os.PathLike[str]) -> Path:
     return RemotePath(text) if is_url(str(text)) else Path(text)
 
 
-def scheme_problem(scheme: str) -> str | None:
+def scheme_refusal(scheme: str) -> str | None:
     """Why URLs of this kind cannot be used, as the predicate of a sentence; None if they can."""
     from fsspec.registry import get_filesystem_class, known_implementations
 

@@ -13,6 +13,6 @@ def find_dataset(section: Data) -> EntryPoint:
     """Find the class that `data.dataset` refers to, without importing it. Built-in ones have no `data.options`."""
     entry = find_entry("data.dataset", section.dataset)
     if section.dataset in DATASETS and section.options:
-        problem = f'dataset "{section.dataset}" has no options; leave them out'
-        raise ConfigError("data.options", section.options, problem)
+        reason = f'dataset "{section.dataset}" has no options; leave them out'
+        raise ConfigError("data.options", section.options, reason)
     return entry

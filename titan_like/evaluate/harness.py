@@ -48,11 +48,11 @@ class HarnessTasks(TaskManager):
         except OSError:
             raise
         except Exception as error:  # each key of the file has errors of its own
-            problem = f"the harness cannot build this ({type(error).__name__}: {first_line(error)})"
-            raise ConfigError("--lm_eval", ",".join(task_list), f"{problem}; see its YAML file") from error
+            reason = f"the harness cannot build this ({type(error).__name__}: {first_line(error)})"
+            raise ConfigError("--lm_eval", ",".join(task_list), f"{reason}; see its YAML file") from error
         for name, task in loaded["tasks"].items():
-            problem = "runs code that the model writes, on this machine; allow that by --confirm_run_unsafe_code"
-            require(self.runs_code or not getattr(task, "UNSAFE_CODE", False), "--lm_eval", name, problem)
+            reason = "runs code that the model writes, on this machine; allow that by --confirm_run_unsafe_code"
+            require(self.runs_code or not getattr(task, "UNSAFE_CODE", False), "--lm_eval", name, reason)
             self._check_examples(name, task)
         return loaded
 
@@ -64,8 +64,8 @@ class HarnessTasks(TaskManager):
         available = len(sampler.fewshot_indices or sampler.df)
         if task.fewshot_cfg.split == task.config.test_split:  # the question itself is no example
             available -= 1
-        problem = f"{name} has {max(available, 0)} documents that can be examples; use at most that"
-        require(wanted <= available, "--num_fewshot", wanted, problem)
+        reason = f"{name} has {max(available, 0)} documents that can be examples; use at most that"
+        require(wanted <= available, "--num_fewshot", wanted, reason)
 
 
 def find_tasks(
@@ -90,9 +90,9 @@ def find_tasks(
         matches = [name] if name in manager.all_tasks else fnmatch.filter(manager.all_subtasks, name)
         matches = matches or fnmatch.filter(manager.all_tasks, name)
         chosen |= dict.fromkeys(matches)
-        problem = "the harness has no such task; `lm-eval ls tasks` lists them, and --lm_eval_folder adds your own, if "
-        problem += "their YAML files are valid"
-        require(matches, "--lm_eval", name, problem)
+        reason = "the harness has no such task; `lm-eval ls tasks` lists them, and --lm_eval_folder adds your own, if "
+        reason += "their YAML files are valid"
+        require(matches, "--lm_eval", name, reason)
     manager.num_fewshot, manager.runs_code = num_fewshot, runs_code
     return list(chosen), manager
 
@@ -248,11 +248,11 @@ class CheckpointLM(TemplateLM):
     @cached_property
     def _template(self) -> Any:
         tokenizer, name, key = read_template(self._spec), self._template_name, "--apply_chat_template"
-        problem = f"data.tokenizer = {self._spec} has no chat template; leave it out, or name an instruct tokenizer"
-        require(tokenizer is not None, key, name or True, problem)
+        reason = f"data.tokenizer = {self._spec} has no chat template; leave it out, or name an instruct tokenizer"
+        require(tokenizer is not None, key, name or True, reason)
         named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-        problem = f"the tokenizer has no chat template of this name, but {', '.join(named) or 'one without a name'}"
-        require(name is None or name in named, key, name, problem)
+        reason = f"the tokenizer has no chat template of this name, but {', '.join(named) or 'one without a name'}"
+        require(name is None or name in named, key, name, reason)
         return tokenizer
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -295,11 +295,11 @@ def run_harness(
     except OSError as error:  # the network's errors among them
         raise RunError(f"the harness cannot load its data ({first_line(error)})") from error
     except TemplateError as error:
-        problem = f"a template of {', '.join(names)} cannot be filled in ({first_line(error)}); correct the YAML file"
-        raise RunError(f"--lm_eval: {problem}") from error
+        reason = f"a template of {', '.join(names)} cannot be filled in ({first_line(error)}); correct the YAML file"
+        raise RunError(f"--lm_eval: {reason}") from error
     except Exception as error:  # functions of a task may raise anything
         if getattr(model, "computes", False):
             raise
-        problem = f"{', '.join(names)} cannot be processed ({type(error).__name__}: {first_line(error)})"
-        raise RunError(f"--lm_eval: {problem}; correct the functions or settings of the task") from error
+        reason = f"{', '.join(names)} cannot be processed ({type(error).__name__}: {first_line(error)})"
+        raise RunError(f"--lm_eval: {reason}; correct the functions or settings of the task") from error
     return dict(results or {})

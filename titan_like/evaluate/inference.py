@@ -18,8 +18,8 @@ from titan_like.checkpoint.loader import (
     load_checkpoint,
     model_tensors,
     one_checkpoint,
-    problem_without_checkpoints,
     reading,
+    reason_without_checkpoints,
 )
 from titan_like.checkpoint.step_folders import (
     checkpoint_folder,
@@ -93,8 +93,8 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
     if tokenizer := tokenizer_in(path):  # the run's own may be elsewhere
         stored["data"]["tokenizer"] = tokenizer
     config = load_config(settings, stored)
-    problem = "it holds the run's configuration; leave out --job.config_file, or leave out --checkpoint"
-    require(config.job.config_file is None, "--checkpoint", folder, problem)
+    reason = "it holds the run's configuration; leave out --job.config_file, or leave out --checkpoint"
+    require(config.job.config_file is None, "--checkpoint", folder, reason)
     return config
 
 
@@ -110,15 +110,15 @@ def find_checkpoint(config: JobConfig) -> Path:
     if not is_checkpoint(path) or step not in (None, step_of(path)):
         if config.model.from_ is not None and step is None and not complete_steps(path):
             return local_folder(config.model.from_, "model.from")
-        cure = "train with checkpoint.enable first, or name a run's folder with --checkpoint"
-        require(complete_steps(path), "checkpoint.folder", str(path), problem_without_checkpoints(path, cure))
+        hint = "train with checkpoint.enable first, or name a run's folder with --checkpoint"
+        require(complete_steps(path), "checkpoint.folder", str(path), reason_without_checkpoints(path, hint))
         path = checkpoint_path(path, usable_steps(path, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path
 
 
 def _other_checkpoints(path: Path) -> str:
-    """The cure for a damaged checkpoint."""
+    """Hint for a damaged checkpoint."""
     steps = [str(step) for step in complete_steps(path.parent) if step != step_of(path)][-3:]
     if steps:
         return f"set checkpoint.load_step to {' or '.join(steps)}"
@@ -135,12 +135,12 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
 
 
 def _load(path: Path, model: ParallelModel | Transformer, ignore: Collection[str] = ()) -> None:
-    cure = f"; {_other_checkpoints(path)}"
-    with reading(path, cure):
+    hint = f"; {_other_checkpoints(path)}"
+    with reading(path, hint):
         adapted = MergedWeights(path) if is_checkpoint(path) and read_run_state(path).base else None
     if adapted is not None:
         _load(adapted.base, model, adapted.run.config["model"].get("ignore_fields", ()))
-    with reading(path, cure):
+    with reading(path, hint):
         if adapted is not None:
             _add_adapters(adapted, model)
         elif is_checkpoint(path):

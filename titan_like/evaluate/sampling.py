@@ -59,8 +59,8 @@ def generation_fields(path: Path) -> dict[str, Any]:
     for name, default in SAMPLING.items():
         (least, most), value, kind = _LIMITS[name], fields.get(name, default), type(default)
         what = f"{'whole ' * (kind is int)}number from {least:g} to {most:g}"
-        problem = f"has a {file.name} whose {name} is no {what}; correct it"
-        require(type(value) in (int, kind) and least <= value <= most, "checkpoint.folder", str(path), problem)
+        reason = f"has a {file.name} whose {name} is no {what}; correct it"
+        require(type(value) in (int, kind) and least <= value <= most, "checkpoint.folder", str(path), reason)
     return fields
 
 

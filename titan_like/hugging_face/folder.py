@@ -25,7 +25,7 @@ from safetensors import safe_open
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.checkpoint.step_folders import newest_in
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
-from titan_like.config.paths import file_problem, user_file
+from titan_like.config.paths import unreadable_reason, user_file
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.readers.fetch import fetch, with_small_files
 from titan_like.data.text.special_tokens import COMPANIONS, CONFIG_FILE, TEMPLATES, TOKENIZER_FILES, read_json
@@ -64,9 +64,9 @@ def local_folder(name: str, key: str, weights: bool = True) -> Path:
         return copies[0].parent
     if not is_on_hub(name):
         return newest_in(path)
-    problem = "no such folder, nor can the Hugging Face hub give it"
+    reason = "no such folder, nor can the Hugging Face hub give it"
     patterns, needed = (_PATTERNS, (WEIGHTS_FILE, INDEX_FILE)) if weights else (_SMALL, (CONFIG_FILE,))
-    return from_hub(name, patterns, needed, key, problem, "name a folder that is there")
+    return from_hub(name, patterns, needed, key, reason, "name a folder that is there")
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -173,13 +173,13 @@ def refusals_of(path: Path, key: str) -> Iterator[None]:
         clauses = error.args if isinstance(error, RefusedError) else [str(error)]
         if not isinstance(error, ValueError):
             clauses = [f"its {CONFIG_FILE} is invalid ({first_line(error)})"]
-        problem = "; ".join(shortened(printable(clause), _MOST_SHOWN) for clause in clauses)
-        raise ConfigError(key, str(path), problem) from None
+        reason = "; ".join(shortened(printable(clause), _MOST_SHOWN) for clause in clauses)
+        raise ConfigError(key, str(path), reason) from None
 
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder looks like a Hugging Face folder."""
-    return file_problem(path / CONFIG_FILE) is None
+    return unreadable_reason(path / CONFIG_FILE) is None
 
 
 def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
@@ -288,16 +288,16 @@ def _file_tensors(path: Path) -> Iterator[FileTensor]:
     if not (path / INDEX_FILE).is_file():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         if pickles:
-            cure = "save it with transformers' save_pretrained, which writes safetensors"
-            raise RefusedError(f"it holds {pickles[0]}, a pickle, which could run code and is never opened; {cure}")
+            hint = "save it with transformers' save_pretrained, which writes safetensors"
+            raise RefusedError(f"it holds {pickles[0]}, a pickle, which could run code and is never opened; {hint}")
         raise RefusedError(f"it holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise RefusedError(f"its {INDEX_FILE} has no weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or not is_file_name(name) or not name.endswith(".safetensors"):
-            problem = f"names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
-            raise RefusedError(f"its {INDEX_FILE} {problem}")
+            reason = f"names {json.dumps(name)[:200]}, which is not a safetensors file in the folder"
+            raise RefusedError(f"its {INDEX_FILE} {reason}")
     for name in sorted(set(weight_map.values())):
         yield from read_header(path / name)
 
@@ -306,7 +306,7 @@ def read_header(file: Path) -> list[FileTensor]:
     """The tensors that a safetensors file declares; the library checks the header against the file's length."""
     what = "is not a valid safetensors file"
     with (
-        user_file(file, lambda problem: RefusedError(f"its {file.name} {problem}"), what),
+        user_file(file, lambda reason: RefusedError(f"its {file.name} {reason}"), what),
         safe_open(file, framework="pt") as opened,
     ):
         slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (not a mapping)
@@ -326,11 +326,11 @@ def _check_tensors(
                 raise RefusedError(f"the tensor {name} is missing")
             tensor = tensors[name]
             if tensor.shape != shape:
-                problem = f"the tensor {name} has the shape {list(tensor.shape)}, but config.json gives {list(shape)}"
-                raise RefusedError(problem)
+                reason = f"the tensor {name} has the shape {list(tensor.shape)}, but config.json gives {list(shape)}"
+                raise RefusedError(reason)
             if tensor.dtype not in DTYPES:
-                problem = f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
-                raise RefusedError(problem)
+                reason = f"the tensor {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
+                raise RefusedError(reason)
         known |= wanted.keys()
     others = [name for name in sorted(tensors.keys() - known) if _BUFFER.search(name) is None]
     left_out = [name for name in others if 0 not in tensors[name].shape]  # as those of no experts, which are saved

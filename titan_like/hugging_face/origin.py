@@ -46,7 +46,7 @@ def read_origin(path: Path) -> Origin:
     if not (path / ORIGIN_FILE).exists():
         return Origin()
     file = path / ORIGIN_FILE
-    with user_file(file, lambda problem: RunError(f"{file} {problem}"), "is damaged"):
+    with user_file(file, lambda reason: RunError(f"{file} {reason}"), "is damaged"):
         content = parse_json(file.read_text(encoding="utf-8"))
         dtypes = {name: DTYPES[dtype] for name, dtype in content["dtypes"].items() if dtype in DTYPES}
         return Origin(dict(content["config"]), dtypes, str(content.get("source", "")))

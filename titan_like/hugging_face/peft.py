@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
 from titan_like.checkpoint.step_folders import flush, newest_in, write_durably, written_aside
 from titan_like.config.errors import ConfigError, first_line, require, shortened
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import LoRA
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.readers.fetch import with_small_files
@@ -116,8 +116,8 @@ def stored_adapters(model: TransformerConfig, section: LoRA, model_type: Any) ->
     stored = stored_linears(model, model_type)
     for name, adapter in _adapters(model, section).items():
         weight = stored.get(name)
-        problem = f"PEFT has no adapter for {name}, which is not a module of transformers' class"
-        require(weight is not None, "lora.modules", section.modules, problem)
+        reason = f"PEFT has no adapter for {name}, which is not a module of transformers' class"
+        require(weight is not None, "lora.modules", section.modules, reason)
         assert weight is not None
         yield StoredAdapter(name, adapter, weight)
 
@@ -129,7 +129,7 @@ def _model_type(base: Path) -> Any:
 
 def is_peft(folder: Path) -> bool:
     """Whether a folder looks like one of PEFT's."""
-    return file_problem(folder / ADAPTER_CONFIG) is None
+    return unreadable_reason(folder / ADAPTER_CONFIG) is None
 
 
 def base_of(name: str, key: str, weights: bool = True) -> str:
@@ -137,8 +137,8 @@ def base_of(name: str, key: str, weights: bool = True) -> str:
     folder = local_folder(name, key, weights)
     if is_peft(folder):
         base = _fields(folder, key).get(_BASE)
-        problem = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
-        require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, problem)
+        reason = f"its {ADAPTER_CONFIG} names no {_BASE}; add it"
+        require(isinstance(base, str) and base and not is_peft(path_of(base)), key, name, reason)
         name = str(base)
     name = name if (newest := newest_in(path_of(name))) == path_of(name) else str(newest)
     return name if is_on_hub(name) or isinstance(newest, RemotePath) else os.path.abspath(name)
@@ -180,34 +180,34 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
     kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
     require(kind == "LORA", key, str(folder), f"its peft_type is {json.dumps(kind)}; only LORA can be read")
     for name in sorted(fields.keys() - _READ):
-        problem = f"its {name} = {shortened(json.dumps(fields[name]), 80)} cannot be read; merge it with PEFT instead"
-        require(fields[name] in (None, False, _DEFAULTS.get(name)), key, str(folder), problem)
-    problem = f"its init_lora_weights = {json.dumps(start)} changes the base; merge it with PEFT instead"
-    require(isinstance(start, bool) or start == "gaussian", key, str(folder), problem)
+        reason = f"its {name} = {shortened(json.dumps(fields[name]), 80)} cannot be read; merge it with PEFT instead"
+        require(fields[name] in (None, False, _DEFAULTS.get(name)), key, str(folder), reason)
+    reason = f"its init_lora_weights = {json.dumps(start)} changes the base; merge it with PEFT instead"
+    require(isinstance(start, bool) or start == "gaussian", key, str(folder), reason)
     for name, theirs in _NAMES.items():
-        value, problem = getattr(section, name), f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}"
-        require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, f"{problem}; set it to that")
+        value, reason = getattr(section, name), f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}"
+        require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, f"{reason}; set it to that")
     tensors = _tensors(folder, key)
     blocks = [block for adapter in stored_adapters(model, section, _model_type(base)) for block in adapter.blocks()]
     wanted, fused = dict[str, tuple[int, int]](), Counter(block.module for block in blocks)
     for module, (rows, columns), *_ in blocks:
         wanted |= zip(names_of(module), ((section.rank, columns), (rows, section.rank)), strict=True)
     modules = _modules(tensors, fields)
-    cure = "merge it with PEFT instead" if modules == section.modules else "name these, or leave it out"
-    problem = f"{folder} has adapters of {', '.join(modules)}; {cure}"
-    require(modules == _modules(wanted, fields), "lora.modules", section.modules, problem)
+    hint = "merge it with PEFT instead" if modules == section.modules else "name these, or leave it out"
+    reason = f"{folder} has adapters of {', '.join(modules)}; {hint}"
+    require(modules == _modules(wanted, fields), "lora.modules", section.modules, reason)
     for name in sorted(tensors.keys() ^ wanted.keys()):
-        problem = f"has {'no' if name in wanted else 'a'} {name}, {'as other layers do' if name in wanted else 'too'}"
-        raise ConfigError(key, str(folder), f"{problem}; merge it with PEFT instead")
+        reason = f"has {'no' if name in wanted else 'a'} {name}, {'as other layers do' if name in wanted else 'too'}"
+        raise ConfigError(key, str(folder), f"{reason}; merge it with PEFT instead")
     for module, count in fused.items():
-        problem = f"its {module} has one A, but the {count} matrices in it have one each here; merge it with PEFT"
-        require(count == 1, key, str(folder), problem)
+        reason = f"its {module} has one A, but the {count} matrices in it have one each here; merge it with PEFT"
+        require(count == 1, key, str(folder), reason)
     for name, shape in wanted.items():
         tensor = tensors[name]
-        problem = f"its {name} has the shape {list(tensor.shape)}, but the model and [lora] give {list(shape)}"
-        require(tensor.shape == shape, key, str(folder), problem)
-        problem = f"its {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
-        require(tensor.dtype in DTYPES, key, str(folder), problem)
+        reason = f"its {name} has the shape {list(tensor.shape)}, but the model and [lora] give {list(shape)}"
+        require(tensor.shape == shape, key, str(folder), reason)
+        reason = f"its {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
+        require(tensor.dtype in DTYPES, key, str(folder), reason)
 
 
 @torch.no_grad()
@@ -231,8 +231,8 @@ def read_peft(folder: Path, base: Path, model: ParallelModel, section: LoRA) -> 
 def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's adapters as a PEFT folder, completely or not at all."""
     has_images = "text_config" in read_origin(with_small_files(weights.path)).fields
-    problem = "its base has images, so that PEFT's names would be others; add --merge"
-    require(not has_images, "--checkpoint", str(weights.path), problem)
+    reason = "its base has images, so that PEFT's names would be others; add --merge"
+    require(not has_images, "--checkpoint", str(weights.path), reason)
     section, model, blocks = lora_of(weights), weights.model, dict[str, list[tuple[torch.Tensor, torch.Tensor]]]()
     adapters, tensors = list(stored_adapters(model, section, _model_type(weights.path))), dict[str, torch.Tensor]()
     for adapter in adapters:
@@ -285,9 +285,9 @@ class MergedWeights(CheckpointWeights):
     def base(self) -> Path:
         """The folder of the weights that the adapters were trained on."""
         folder = local_folder(self.run.base.get("folder", ""), "--checkpoint")
-        problem = f"its adapters were trained on {folder}, which is not there, or has changed; restore it"
+        reason = f"its adapters were trained on {folder}, which is not there, or has changed; restore it"
         is_same = folder.is_dir() and fingerprint(folder) == self.run.base.get("fingerprint")
-        require(is_same, "--checkpoint", str(self.path), problem)
+        require(is_same, "--checkpoint", str(self.path), reason)
         return folder
 
     @cached_property

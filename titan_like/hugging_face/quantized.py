@@ -70,8 +70,8 @@ def with_scales(tensors: dict[str, FileTensor], block: tuple[int, int] | None) -
 
 def _require(condition: bool, name: str, tensor: FileTensor, shape: tuple[int, ...]) -> None:
     if not condition:
-        problem = f"the tensor {tensor.name} has the shape {list(tensor.shape)} and the type {tensor.dtype}"
-        raise RefusedError(f"{problem}, but {name} needs {list(shape)}")
+        reason = f"the tensor {tensor.name} has the shape {list(tensor.shape)} and the type {tensor.dtype}"
+        raise RefusedError(f"{reason}, but {name} needs {list(shape)}")
 
 
 def read_quantized(tensor: FileTensor, index: tuple[slice, ...], read: Read) -> torch.Tensor:

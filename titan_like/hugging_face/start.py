@@ -20,7 +20,7 @@ from titan_like.checkpoint.step_folders import (
 from titan_like.config.entry_points import format_of
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit, setting
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import JobConfig, TokenOptions
 from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
 from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model
@@ -58,10 +58,10 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
     base, named = base_of(name, key, weights=False), local_folder(name, key, weights=False)
     path, lora = local_folder(base, key, weights=False), peft_settings(named, key) if is_peft(named) else {}
     if is_checkpoint(path):
-        problem = unreadable(path)
-        require(not problem, key, str(path), f"cannot be loaded ({problem}); name another checkpoint")
-        problem = f"{path} is a checkpoint, which has no config.json to leave fields out of; leave it out"
-        require(not ignore, "model.ignore_fields", ignore, problem)
+        reason = unreadable(path)
+        require(not reason, key, str(path), f"cannot be loaded ({reason}); name another checkpoint")
+        reason = f"{path} is a checkpoint, which has no config.json to leave fields out of; leave it out"
+        require(not ignore, "model.ignore_fields", ignore, reason)
         state = read_run_state(path)
         return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset(), lora=lora)
     if is_hugging_face(path):
@@ -69,14 +69,14 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
         tokenizer = tokenizer_in(path)
         data = {} if tokenizer is None else {"tokenizer": tokenizer}
         return Start(family, plain(model.model_dump(mode="json")), data, lora=lora)
-    problem = file_problem(path / RUN_FILE)
-    is_readable = problem in (None, "does not exist")
-    require(is_readable, key, name, f"{path / RUN_FILE} {problem}; name a folder that you may read")
-    cure = "name one with run.json or with config.json, or a run's dump folder"
-    problem = "neither a checkpoint's step-N folder, nor a folder of them, nor a Hugging Face folder"
+    reason = unreadable_reason(path / RUN_FILE)
+    is_readable = reason in (None, "does not exist")
+    require(is_readable, key, name, f"{path / RUN_FILE} {reason}; name a folder that you may read")
+    hint = "name one with run.json or with config.json, or a run's dump folder"
+    reason = "neither a checkpoint's step-N folder, nor a folder of them, nor a Hugging Face folder"
     if lora:
-        problem, cure = f"its base {base} is {problem}", "correct base_model_name_or_path in adapter_config.json"
-    raise ConfigError(key, name, f"{problem}; {cure}")
+        reason, hint = f"its base {base} is {reason}", "correct base_model_name_or_path in adapter_config.json"
+    raise ConfigError(key, name, f"{reason}; {hint}")
 
 
 def _of_run(state: RunState, shape: dict[str, Any], tokenizer: str | None) -> Start:
@@ -147,12 +147,12 @@ def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[C
     """An error if the run's tokenizer makes other tokens than the folder's, or if neither names one."""
     section, theirs = config.data, start.data.get("tokenizer")
     if theirs is None and "tokenizer" not in section.model_fields_set and not format_of(section.dataset).is_tokenized:
-        problem = f"{source} has no tokenizer, and without one every byte is a token; set it to the model's"
-        yield ConfigError("data.tokenizer", None, problem)
+        reason = f"{source} has no tokenizer, and without one every byte is a token; set it to the model's"
+        yield ConfigError("data.tokenizer", None, reason)
     specs = (section.tokenizer, theirs) if theirs not in (None, section.tokenizer) else ()
     if len({build_tokenizer(spec, options=section.token_options).digest for spec in specs}) > 1:
-        problem = f"{source} gives {theirs}, which makes other tokens; leave it out"
-        yield ConfigError("data.tokenizer", section.tokenizer, problem)
+        reason = f"{source} gives {theirs}, which makes other tokens; leave it out"
+        yield ConfigError("data.tokenizer", section.tokenizer, reason)
 
 
 def _saved_start(config: JobConfig) -> Start | None:
@@ -162,7 +162,7 @@ def _saved_start(config: JobConfig) -> Start | None:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
     if state is None or state.config["model"].get("from") != config.model.from_:
         return None
-    is_gone = any(map(file_problem, tokenizer_files(state.config["data"]["tokenizer"])))
+    is_gone = any(map(unreadable_reason, tokenizer_files(state.config["data"]["tokenizer"])))
     saved = tokenizer_in(checkpoint_path(folder, state.step)) if is_gone else None
     start = _of_run(state, state.config["model"]["flavors"][FLAVOR], saved)
     lora = {key: state.config["lora"][key] for key in ("rank", "alpha", "modules") if "adapters" in state.base}

@@ -47,8 +47,8 @@ def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, 
         ConfigError: its files are missing or invalid, or it has more tokens than the model.
     """
     ours = build_tokenizer(spec, _KEY, options)
-    problem = f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
-    require(ours.vocab_size <= model.vocab_size, _KEY, spec, problem)
+    reason = f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"
+    require(ours.vocab_size <= model.vocab_size, _KEY, spec, reason)
     eod_id, tokenizer = ours.eod_id, byte_tokenizer(model) if isinstance(ours, ByteTokenizer) else ours.tokenizer
     # Where nothing else begins a document, the end of another does.
     bos_id = eod_id if isinstance(ours, ByteTokenizer) or ours.bos_id is None else ours.bos_id

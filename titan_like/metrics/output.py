@@ -42,7 +42,7 @@ class _LenientFile(io.FileIO):
             return super().write(data) or len(data)  # nothing is written where a pipe does not block
         except OSError as error:
             if self.fileno() == 1 and not self._is_reported:
-                problem = f"stdout cannot be written ({error.strerror}); training goes on without it"
-                print(problem, file=sys.stderr, flush=True)
+                reason = f"stdout cannot be written ({error.strerror}); training goes on without it"
+                print(reason, file=sys.stderr, flush=True)
             self._is_reported = True
             return len(data)

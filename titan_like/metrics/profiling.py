@@ -106,8 +106,8 @@ def write_timeline(timeline: StepTimeline, step: int, folder: Path) -> str:
     path.write_text(json.dumps(chrome_trace(timeline)) + "\n", encoding="utf-8")
     path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
     if not can_draw():
-        cure = "a picture needs matplotlib: pip install 'titan_like[plot]'"
-        return f"{text}\nsaved {path} and .txt ({cure})"
+        hint = "a picture needs matplotlib: pip install 'titan_like[plot]'"
+        return f"{text}\nsaved {path} and .txt ({hint})"
     steps = [(f"step {step}, measured", timeline), ("its passes without messages and gaps", as_simulated(timeline))]
     draw(steps, path.with_suffix(".png"))
     return f"{text}\nsaved {path}, .txt and .png"

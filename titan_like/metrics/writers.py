@@ -106,11 +106,11 @@ def check_trackers(metrics: Metrics) -> None:
         try:
             MlflowClient()
         except Exception as error:  # MLflow has many kinds
-            cure = "set MLFLOW_TRACKING_URI to a server's address, or install the package mlflow, which can do without"
-            raise ConfigError("metrics.mlflow", True, f"{first_line(error)[:100]}…; {cure}") from None
+            hint = "set MLFLOW_TRACKING_URI to a server's address, or install the package mlflow, which can do without"
+            raise ConfigError("metrics.mlflow", True, f"{first_line(error)[:100]}…; {hint}") from None
     if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
-        problem = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
-        raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)
+        reason = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
+        raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, reason)
 
 
 class Writer:

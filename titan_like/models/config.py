@@ -191,8 +191,8 @@ class TransformerConfig(BaseModel):
         """
         module = module_beside(cls, TransformerConfig, name)
         if module is None:
-            problem = f"the package has no module {name}, which is needed here; add it"
-            raise ConfigError("model.family", cls.__module__.rpartition(".")[0], problem)
+            reason = f"the package has no module {name}, which is needed here; add it"
+            raise ConfigError("model.family", cls.__module__.rpartition(".")[0], reason)
         return module
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:

@@ -256,8 +256,8 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
         value = read(block.source, index)
         for copy in stored.copies:
             if not torch.equal(read(copy, index), value):
-                problem = f"config.json ties {block.source} and {copy}, but the files hold different values for them"
-                raise RefusedError(f"{problem}; set tie_word_embeddings to false there")
+                reason = f"config.json ties {block.source} and {copy}, but the files hold different values for them"
+                raise RefusedError(f"{reason}; set tie_word_embeddings to false there")
         value = value.squeeze(0) if block.matrix else value
         value = (value.t() if stored.is_transposed else value)[source_rows - first]
         part[rows] = value.to(part.device, part.dtype)
@@ -296,11 +296,11 @@ class Fields:
         value = json.dumps(self.values[field])
         return f"{self._place}{field} = {value if len(value) <= 80 else value[:77] + '...'}"
 
-    def refuse(self, field: str, problem: str) -> NoReturn:
+    def refuse(self, field: str, reason: str) -> NoReturn:
         """Raise a `RefusedError` because of one field, whose name and value the message gives."""
         path = f"{self._place}{field}"
         what = f"config.json has {self.shown(field)}" if field in self.values else f"config.json has no {path}"
-        raise RefusedError(f"{what}, {problem}", field=path)
+        raise RefusedError(f"{what}, {reason}", field=path)
 
     def integer(self, field: str, default: int | None = None) -> int:
         """Read a positive integer."""

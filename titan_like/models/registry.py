@@ -48,8 +48,8 @@ def flavors(family: str) -> dict[str, dict[str, Any]]:
     try:
         return read_flavors(package)
     except (OSError, ValueError) as error:
-        problem = f"the flavors.toml of {package} cannot be read ({first_line(error)}); correct the package"
-        raise ConfigError("model.family", family, problem) from error
+        reason = f"the flavors.toml of {package} cannot be read ({first_line(error)}); correct the package"
+        raise ConfigError("model.family", family, reason) from error
 
 
 def model_config(section: ModelSection) -> TransformerConfig:
@@ -100,8 +100,8 @@ def _check_names(model: Transformer, family: str) -> None:
     for ending in model.residual_outputs:
         if not any(name.endswith(ending) for name in matrices):
             known = ", ".join(sorted({name.split(".", 2)[-1] for name in matrices if name.startswith("layers.")}))
-            problem = f"its model has no matrix {ending!r}, which residual_outputs names; there are {known}"
-            raise ConfigError("model.family", family, problem)
+            reason = f"its model has no matrix {ending!r}, which residual_outputs names; there are {known}"
+            raise ConfigError("model.family", family, reason)
     for what in ("entry", "head", "shared"):
         for name in getattr(model, what):
             if not hasattr(model, name):

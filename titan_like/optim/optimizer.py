@@ -200,8 +200,8 @@ def build_optimizer(
     groups = list(by_kind.values())
     rule = find_rule(section)
     optimizer = load_entry("optimizer.name", rule)(groups, section)
-    problem = f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
-    require(isinstance(optimizer, torch.optim.Optimizer), "optimizer.name", section.name, problem)
+    reason = f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+    require(isinstance(optimizer, torch.optim.Optimizer), "optimizer.name", section.name, reason)
     return optimizer
 
 

@@ -34,5 +34,5 @@ def check_optimizer(section: Optimizer) -> None:
     for rule, keys in _ONLY_FOR.items():
         for key in keys if section.name in RULES and section.name != rule else ():
             value = getattr(section, key)
-            problem = f"{section.name} does not use it; leave it out, or set optimizer.name to {rule}"
-            require(value == Optimizer.model_fields[key].default, f"optimizer.{key}", value, problem)
+            reason = f"{section.name} does not use it; leave it out, or set optimizer.name to {rule}"
+            require(value == Optimizer.model_fields[key].default, f"optimizer.{key}", value, reason)

@@ -51,11 +51,11 @@ def check_decay(section: LRScheduler, total_steps: float) -> None:
     """Raise a `ConfigError` if the decay does not fit a schedule of ``total_steps``."""
     warmup = warmup_steps(section, total_steps)
     if section.decay in ("cosine", "linear") and (section.decay_steps or total_steps) < warmup:
-        problem = f"the decay ends before the warm-up of {warmup:.12g} steps; use a larger number"
-        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
+        reason = f"the decay ends before the warm-up of {warmup:.12g} steps; use a larger number"
+        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, reason)
     if section.decay == "wsd" and section.decay_steps is not None and section.decay_steps > total_steps:
-        problem = f"the final decay is longer than the run of {total_steps:.12g} steps; use at most {int(total_steps)}"
-        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, problem)
+        reason = f"the final decay is longer than the run of {total_steps:.12g} steps; use at most {int(total_steps)}"
+        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, reason)
 
 
 def lr_factor(section: LRScheduler, step: float, total_steps: float) -> float:

@@ -269,12 +269,12 @@ class TrainingState:
         source, phases = self.run.datasets["train"], [Phase(*phase) for phase in state.phases]
         is_same = state.data in ("", source.fingerprint)
         if not is_same and not (phases and self.config.data.resume == "new_blend"):
-            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
+            reason = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
             changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
-            cure = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
+            hint = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
             if not phases:  # CHANGELOG.md says what makes tokens and order others
-                cure = "an earlier version began this run: finish it with that one, or restore its data"
-            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
+                hint = "an earlier version began this run: finish it with that one, or restore its data"
+            raise RunError(f"{reason} than [data] now gives{changed}; {hint}")
         if not is_same:
             first = state.consumed_samples
             now = phases_of(source)[-1]._replace(first=first)

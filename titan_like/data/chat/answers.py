@@ -36,7 +36,7 @@ _RAW = _STEM + "9" * 9  # in a part of a content, where only a template that pri
 _EXAMPLE = {"role": "user", "content": "a"}
 _ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}  # what most templates call OpenAI's and Llama's
 _NO_QUESTION = ("system", "developer", "assistant")  # after their messages no model is asked for an answer
-_CURE = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
+_HINT = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
 
 
 class Span(NamedTuple):
@@ -67,8 +67,8 @@ class Rendering:
             if not content and "tool_calls" not in message:
                 return None
             if not self.text[begin:].lstrip().startswith(content):
-                problem = "an answer does not begin with what the chat template gives the model to begin it"
-                raise BadRecord(f"{problem}; {_CURE}")
+                reason = "an answer does not begin with what the chat template gives the model to begin it"
+                raise BadRecord(f"{reason}; {_HINT}")
         text_end, end, rest = self._agreement(number, asks=False)
         return Span(begin, text_end, end, bool(rest.strip()))
 
@@ -103,14 +103,14 @@ class Rendering:
         tail = _after(self._whole if is_exact and mark in self._whole else self._write(marked), mark)
         end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), mark)
         if tail is None or end is None:
-            raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_CURE}")
+            raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_HINT}")
         shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
         if shared < len(end):  # not in the middle of a token, such as <|return|> where the text has <|end|>
             _, _, ends = self._encode(end)
             shared = int(ends[ends <= shared].max(initial=0))
         text_end = len(self.text) - len(tail)
         if not self.text.endswith(tail[shared:]):
-            raise BadRecord(f"the chat template writes what follows a message by what its text is; {_CURE}")
+            raise BadRecord(f"the chat template writes what follows a message by what its text is; {_HINT}")
         return text_end, text_end + shared, end[shared:]
 
 

@@ -98,12 +98,12 @@ def _is_learned(message: dict[str, Any]) -> bool:
     return all(bool(value) == _LEARNED[name] for name, value in flags.items())
 
 
-def _parsed(value: Any, kind: Any, problem: str) -> Any:
+def _parsed(value: Any, kind: Any, reason: str) -> Any:
     """A value of this kind, which may be given as JSON text."""
     with suppress(ValueError):
         value = parse_json(value) if isinstance(value, str) else value
     if not isinstance(value, kind):
-        raise BadRecord(f"{problem}, nor the JSON text of one")
+        raise BadRecord(f"{reason}, nor the JSON text of one")
     return value
 
 

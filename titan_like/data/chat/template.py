@@ -55,8 +55,8 @@ def read_template(spec: str) -> Any:
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(spec if file is None else str(file.parent))
     except Exception as error:  # the folder may hold anything
-        problem = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
-        raise ConfigError("data.tokenizer", spec, problem) from None
+        reason = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
+        raise ConfigError("data.tokenizer", spec, reason) from None
     return tokenizer if tokenizer.chat_template else None
 
 

@@ -47,15 +47,15 @@ class Phase(NamedTuple):
 def shares_of(paths: Sequence[str | float]) -> list[Share]:
     """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources; without weights, one."""
     names = [path for path in paths if isinstance(path, str)]
-    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
+    reason = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
     if len(names) == len(paths):
         numbers = [name for name in names if weight_of(name) is not None and not glob(f"{name}*")]
-        require(len(numbers) in (0, len(names)), "data.paths", paths, problem)
+        require(len(numbers) in (0, len(names)), "data.paths", paths, reason)
         return [Share(None, names)]
     pairs = list(zip_longest(paths[::2], paths[1::2]))
     for weight, path in pairs:
         is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
-        require(is_pair, "data.paths", paths, problem)
+        require(is_pair, "data.paths", paths, reason)
     return [Share(float(weight), [str(path)]) for weight, path in pairs]
 
 
@@ -207,10 +207,10 @@ class BlendedSource(Source):
         self.paths = [source.request.section.paths[0] for source in self.sources]
         places = list(map(os.path.realpath, self.paths))
         for number, (path, source) in enumerate(zip(self.paths, self.sources, strict=True)):
-            problem = "is named twice; give it once, with the sum of its weights"
-            require(places[number] not in places[:number], "data.paths", path, problem)
-            problem = "has no whole sample to train on; give it more text or leave it out"
-            require(len(source) > 0, "data.paths", path, problem)
+            reason = "is named twice; give it once, with the sum of its weights"
+            require(places[number] not in places[:number], "data.paths", path, reason)
+            reason = "has no whole sample to train on; give it more text or leave it out"
+            require(len(source) > 0, "data.paths", path, reason)
         names = [Path(path).name for path in self.paths]
         self.names = names if len(set(names)) == len(names) else self.paths
         self._taken, self._draw = list[list[int]](), list[Callable[[int], int]]()  # before this phase; see `go_on`

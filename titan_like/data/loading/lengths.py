@@ -30,12 +30,12 @@ def sample_length(config: JobConfig, model: TransformerConfig) -> SampleLength:
         return SampleLength(training.seq_len, training.seq_len)
     raw = raw_length(training.seq_len, section)
     noise, spans = span_counts(raw, section)
-    problem = f"of {raw} tokens {noise} would be in {spans} spans, with {raw - noise} tokens between them"
-    cure = "lower it or raise data.mean_noise_span_length"
-    require(0 < spans <= raw - noise, "data.noise_density", section.noise_density, f"{problem}; {cure}")
+    reason = f"of {raw} tokens {noise} would be in {spans} spans, with {raw - noise} tokens between them"
+    hint = "lower it or raise data.mean_noise_span_length"
+    require(0 < spans <= raw - noise, "data.noise_density", section.noise_density, f"{reason}; {hint}")
     needed, decoder = targets_length(raw, section), training.decoder_seq_len
-    problem = f"the targets of {training.seq_len} encoder positions take {needed}; use at least that, or leave it out"
-    require(decoder == 0 or decoder >= needed, "training.decoder_seq_len", decoder, problem)
+    reason = f"the targets of {training.seq_len} encoder positions take {needed}; use at least that, or leave it out"
+    require(decoder == 0 or decoder >= needed, "training.decoder_seq_len", decoder, reason)
     return SampleLength(raw, training.seq_len, decoder or needed)
 
 
@@ -63,7 +63,7 @@ def raw_length(encoder: int, section: Data) -> int:
     One token more makes `inputs_length` 0 or 1 larger, so every length from 3 on occurs. Raises a `ConfigError` if
     ``encoder``, which is `training.seq_len`, is below 3: a token, a sentinel and the end.
     """
-    problem = "span corruption needs a token, a sentinel and the end; use at least 3"
-    require(encoder >= 3, "training.seq_len", encoder, problem)
+    reason = "span corruption needs a token, a sentinel and the end; use at least 3"
+    require(encoder >= 3, "training.seq_len", encoder, reason)
     limit = 2 + int(encoder / (1 - section.noise_density))
     return bisect_right(range(2, limit + 1), encoder, key=lambda raw: inputs_length(raw, section)) + 1

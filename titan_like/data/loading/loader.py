@@ -207,7 +207,7 @@ def _death_among(workers: list[BaseProcess]) -> RunError | None:
             worker.join()
             code = worker.exitcode or 0
             end = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
-            cure = "the same command resumes from the last checkpoint; lower data.num_workers if it happens again"
-            problem = f"a data loader process (pid {worker.pid}) {end}, perhaps for lack of memory or room in /dev/shm"
-            return RunError(f"{problem}; {cure}", of_this_process=True)
+            hint = "the same command resumes from the last checkpoint; lower data.num_workers if it happens again"
+            reason = f"a data loader process (pid {worker.pid}) {end}, perhaps for lack of memory or room in /dev/shm"
+            return RunError(f"{reason}; {hint}", of_this_process=True)
     return None

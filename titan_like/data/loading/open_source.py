@@ -44,15 +44,15 @@ def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) 
     is_stream = len(train) == UNKNOWN_LENGTH
     is_validated = config.evaluation.interval > 0 and not config.evaluation.sets
     description = train.described(1, 1) if len(train) == 0 else None
-    problem = f"its training split has no samples{f' ({description})' if description else ''}; give it more data"
-    require(len(train) > 0 or not trains, "data.dataset", config.data.dataset, problem)
-    problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
-    require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
+    reason = f"its training split has no samples{f' ({description})' if description else ''}; give it more data"
+    require(len(train) > 0 or not trains, "data.dataset", config.data.dataset, reason)
+    reason = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
+    require(not is_validated or len(validation) > 0, "data.split", config.data.split, reason)
     require(not is_stream or config.training.epochs is None, "training.epochs", config.training.epochs, NO_EPOCHS)
     objective = config.data.sentence_objective
-    problem = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
-    problem += '"sentence_order", or write the data with scripts/preprocess_data.py'
-    require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, problem)
+    reason = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
+    reason += '"sentence_order", or write the data with scripts/preprocess_data.py'
+    require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, reason)
     for entry in config.evaluation.sets:
         key = f"evaluation.sets.{entry.name}.paths"
         try:
@@ -77,8 +77,8 @@ def open_source(request: DataRequest) -> Source:
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
     is_source = isinstance(dataset, type) and issubclass(dataset, Source)
-    problem = f"{entry.value} is not a subclass of titan_like.data.source.Source"
-    require(is_source, "data.dataset", entry.name, problem)
+    reason = f"{entry.value} is not a subclass of titan_like.data.source.Source"
+    require(is_source, "data.dataset", entry.name, reason)
     sources, weights = list[Source](), list[float | None]()
     for share in shares:
         opened = list[Source]()
@@ -125,13 +125,13 @@ def go_on(source: Source, phases: Sequence[Phase]) -> BlendedSource:
 def _check_sample(sample: Any, request: DataRequest, dataset: str) -> None:
     """Raise a `ConfigError` if a sample cannot belong to the run."""
     is_batch = set(Batch._fields) <= set(getattr(sample, "_fields", ()))
-    problem = f"its samples are {type(sample).__name__}; return titan_like.data.batch.Batch(tokens, labels)"
-    require(is_batch, "data.dataset", dataset, problem)
+    reason = f"its samples are {type(sample).__name__}; return titan_like.data.batch.Batch(tokens, labels)"
+    require(is_batch, "data.dataset", dataset, reason)
     fields = {name: x for name in ("tokens", "labels") if (x := getattr(sample, name)) is not None}
     for name, x in fields.items():
         fits = x.dtype == torch.int64 and x.shape == (request.seq_len,)
-        problem = f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
-        require(fits, "data.dataset", dataset, problem)
+        reason = f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
+        require(fits, "data.dataset", dataset, reason)
     tokens, last = torch.cat([x[x != IGNORED_LABEL] for x in fields.values()]), request.vocab_size - 1
-    problem = f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {last}"
-    require(tokens.min() >= 0 and tokens.max() <= last, "data.dataset", dataset, problem)
+    reason = f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {last}"
+    require(tokens.min() >= 0 and tokens.max() <= last, "data.dataset", dataset, reason)

@@ -82,8 +82,8 @@ class StreamSource(Source):
         text = f"streaming with {section.num_readers} readers"
         times = tokenized_times(section, micro_batch_size, num_ranks)
         enough = micro_batch_size * num_ranks * max(1, section.num_workers)
-        cure = f"each sample is tokenized {times} times; data.num_readers = {enough} would avoid it"
-        return text if times == 1 else f"{text}: {cure}"
+        hint = f"each sample is tokenized {times} times; data.num_readers = {enough} would avoid it"
+        return text if times == 1 else f"{text}: {hint}"
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run, without labels if its reader has come to the split's end."""

@@ -64,9 +64,9 @@ class Documents:
                 for document in self._of_shard(begin):
                     num_empty = 0
                     yield document
-            problem = "have no text for training; give more, or raise the share of training in data.split"
+            reason = "have no text for training; give more, or raise the share of training in data.split"
             has_text = not is_train or num_empty <= self._section.num_readers
-            require(has_text, "data.paths", self._section.paths, problem)
+            require(has_text, "data.paths", self._section.paths, reason)
 
     def _of_shard(self, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         source, number = self._source, self._source.shard_at(self._reader, begin.epoch, begin.shard)
@@ -84,13 +84,13 @@ class Documents:
                 else:
                     raise ConfigError("data.paths", name, f"{tokens}; correct it, set data.text_key, or {SKIP}")
 
-    def _count_bad(self, problem: str) -> None:
+    def _count_bad(self, reason: str) -> None:
         """Count a bad record. The first ones are named, and then one whenever their number has doubled."""
         self._counts["bad"] += 1
         bad, read = self._counts["bad"], self._counts["read"]
         if bad <= _MOST_NAMED or bad.bit_count() == 1:
             reader = f"reader {self._reader} of {self._section.num_readers}"
-            tell(f"{reader} skipped {problem} ({bad:,} of {read:,} records so far)")
+            tell(f"{reader} skipped {reason} ({bad:,} of {read:,} records so far)")
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from the one of ``place`` on, each with its start. Tries again when reading fails."""
@@ -105,15 +105,15 @@ class Documents:
                 tries += 1
                 description = f"reader {self._reader} of {self._section.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
-                    problem = f"{description} from record {record} on, {_TRIES} times in a row"
-                    problem += "; the same command resumes from the last checkpoint"
-                    raise RunError(problem, of_this_process=True) from None
+                    reason = f"{description} from record {record} on, {_TRIES} times in a row"
+                    reason += "; the same command resumes from the last checkpoint"
+                    raise RunError(reason, of_this_process=True) from None
                 wait = 2 ** (tries - 1)
                 tell(f"{description}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
                 time.sleep(wait)
             except UnreadableError as error:
-                cure = "set data.text_key, or repair or remove it"
-                raise ConfigError("data.paths", shard.name, f"{error}; {cure}") from None
+                hint = "set data.text_key, or repair or remove it"
+                raise ConfigError("data.paths", shard.name, f"{error}; {hint}") from None
 
 
 class Reader:

@@ -92,15 +92,15 @@ def _clean(text: str) -> str:
 
 def _records(file: Path) -> Iterator[Record]:
     """The JSON objects of a file, one a line."""
-    with user_file(file, lambda problem: UnreadableError(f"holds {file.name}, which {problem}")):
+    with user_file(file, lambda reason: UnreadableError(f"holds {file.name}, which {reason}")):
         content = file.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
         try:
             if line.strip():
                 yield Record.model_validate_json(line)
         except ValidationError:
-            problem = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
-            raise UnreadableError(f"{problem} {file.name}; get the data set anew") from None
+            reason = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
+            raise UnreadableError(f"{reason} {file.name}; get the data set anew") from None
 
 
 class RaceSource(Source):
@@ -111,8 +111,8 @@ class RaceSource(Source):
     def __init__(self, request: DataRequest) -> None:
         super().__init__(request)
         section = request.section
-        problem = 'dataset "race" needs one folder, in which train, dev and test are'
-        require(len(section.paths) == 1, "data.paths", section.paths, problem)
+        reason = 'dataset "race" needs one folder, in which train, dev and test are'
+        require(len(section.paths) == 1, "data.paths", section.paths, reason)
         tokenizer = tokenizer_of(section, request.vocab_size)
         self._pair_tokens = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]

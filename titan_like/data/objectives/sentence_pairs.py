@@ -129,7 +129,7 @@ class SentencePairs:
 def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairTokens:
     """The tokens that the tokenizer ``spec`` puts around two sentences; a `ConfigError` if any is missing."""
     if (pair_ids := tokenizer.pair_ids) is None:
-        problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
-        raise ConfigError("data.tokenizer", spec, problem)
+        reason = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
+        raise ConfigError("data.tokenizer", spec, reason)
     check_ids(spec, f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, pair_ids))}", max(pair_ids), vocab_size)
     return PairTokens(*pair_ids)

@@ -82,9 +82,9 @@ def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: T
     spec, length = config.data.tokenizer, sample_length(config, model)
     num_noise, num_spans = span_counts(length.raw, config.data)
     sentinels = tokenizer.sentinel_ids[:num_spans]
-    problem = f"has {len(sentinels)} sentinels (<extra_id_0>, …), but each of a sample's {num_spans} spans needs one"
-    cure = "use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
-    require(len(sentinels) == num_spans, "data.tokenizer", spec, f"{problem}; {cure}")
+    reason = f"has {len(sentinels)} sentinels (<extra_id_0>, …), but each of a sample's {num_spans} spans needs one"
+    hint = "use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
+    require(len(sentinels) == num_spans, "data.tokenizer", spec, f"{reason}; {hint}")
     pad_id = padding_of(spec, tokenizer)
     largest = max(pad_id, *sentinels)
     check_ids(spec, f"its padding and sentinels go up to {largest}", largest, model.vocab_size)

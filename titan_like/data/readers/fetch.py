@@ -70,8 +70,8 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
                 if not is_same:
                     remove(folder)
     except OSError as error:
-        cure = "correct the URL, the credentials or the network"
-        raise ConfigError(key, str(url), f"cannot be fetched ({error.strerror}); {cure}") from None
+        hint = "correct the URL, the credentials or the network"
+        raise ConfigError(key, str(url), f"cannot be fetched ({error.strerror}); {hint}") from None
     require(files, key, str(url), "no such file or folder, and no file matches it as a glob pattern")
     require(is_same, key, str(url), "changed while it was copied; start again when nothing writes there")
     return [folder / name.lstrip("/") for name in named]

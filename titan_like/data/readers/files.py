@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.paths import blaming, check_folder, file_problem, parse_json, user_file
+from titan_like.config.paths import blaming, check_folder, parse_json, unreadable_reason, user_file
 from titan_like.data.readers.indexed import prefix_of
 from titan_like.data.readers.raw_text import (
     JSON_ENDINGS,
@@ -50,8 +50,8 @@ def find_files(paths: list[str], key: str, no_text: str = "", split: str = "trai
     """
     files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS, split)
     for path in files:
-        problem = file_problem(path)
-        require(problem is None, key, str(path), f"{problem}; name files of text or records")
+        reason = unreadable_reason(path)
+        require(reason is None, key, str(path), f"{reason}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
         try:
             is_text = kind_of(path, columns) == "text"
@@ -87,8 +87,8 @@ def _named_files(paths: list[str], key: str, endings: tuple[str, ...], split: st
         usable = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
         inside = [_files_of_folder(path, key, endings, split) if os.path.isdir(path) else [path] for path in usable]
         matches = list(chain(*inside))
-        problem = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
-        require(matches, key, str(usable[0]), problem)
+        reason = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
+        require(matches, key, str(usable[0]), reason)
         for path in matches:
             files.setdefault(path.parent.resolve() / path.name, path)
     return list(files.values())
@@ -96,7 +96,7 @@ def _named_files(paths: list[str], key: str, endings: tuple[str, ...], split: st
 
 def named_paths(text: str) -> list[Path]:
     """What a path or a glob pattern names, sorted. A path that cannot be checked counts as existing."""
-    if os.path.lexists(text) or file_problem(Path(text)) != "does not exist":
+    if os.path.lexists(text) or unreadable_reason(Path(text)) != "does not exist":
         return [Path(text)]
     return sorted(map(Path, glob.glob(text, recursive=True)))
 
@@ -133,8 +133,8 @@ def _saved(folder: Path, key: str, wanted: str = "") -> list[str] | None:
 def _chosen_split(folder: Path, key: str, splits: Collection[str], wanted: str) -> str:
     if len(splits) == 1 and wanted != "train":  # what is held out may have any name
         return next(iter(splits))
-    problem = f"has no split named {wanted}, but {', '.join(sorted(splits))}; name the files or the folder of one"
-    require(wanted in splits, key, str(folder), problem)
+    reason = f"has no split named {wanted}, but {', '.join(sorted(splits))}; name the files or the folder of one"
+    require(wanted in splits, key, str(folder), reason)
     return wanted
 
 
@@ -177,8 +177,8 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         configs = (metadata_load(folder / "README.md") or {})["configs"]
         chosen = [c for c in configs if len(configs) == 1 or c["config_name"] == "default" or c.get("default")]
         names_of = ", ".join(config.get("config_name", "") for config in configs)
-        problem = f"has several configurations ({names_of}); name the files or the folder of one"
-        require(len(chosen) == 1, key, str(folder), problem)
+        reason = f"has several configurations ({names_of}); name the files or the folder of one"
+        require(len(chosen) == 1, key, str(folder), reason)
         inside = chosen[0].get("data_dir") or "."
         if "data_files" not in chosen[0]:
             below = [name for name in names if Path(name).is_relative_to(inside)]

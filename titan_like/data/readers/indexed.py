@@ -28,7 +28,7 @@ from types import TracebackType
 import numpy as np
 
 from titan_like.config.errors import require
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.data.readers.unfinished import removed_unless_renamed
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -42,9 +42,9 @@ DTYPES: dict[int, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def _require(condition: bool, path: Path, problem: str) -> None:
-    cure = "name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
-    require(condition, "data.paths", str(path), f"{problem}; {cure}")
+def _require(condition: bool, path: Path, reason: str) -> None:
+    hint = "name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
+    require(condition, "data.paths", str(path), f"{reason}; {hint}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -96,8 +96,8 @@ class IndexedDataset:
         self.prefix = prefix_of(prefix)
         index, data = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         for path in (index, data):
-            problem = file_problem(path)
-            _require(problem is None, path, "there is no such file" if problem == "does not exist" else str(problem))
+            reason = unreadable_reason(path)
+            _require(reason is None, path, "there is no such file" if reason == "does not exist" else str(reason))
         self.dtype, self.lengths, self._pointers, self._documents = _open_index(index)
         self.tokens = StoredTokens(data, self.dtype)
         size, expected = os.stat(data).st_size, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
@@ -142,8 +142,8 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     is_index = len(header) == _HEADER.size and header.startswith(_MAGIC)
     _require(is_index, path, "is no index of Megatron-LM, or is cut off: it lacks the header MMIDIDX")
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
-    problem = f"has version {version} of the format and tokens of type {code}, which are unknown"
-    _require(version == 1 and code in DTYPES, path, problem)
+    reason = f"has version {version} of the format and tokens of type {code}, which are unknown"
+    _require(version == 1 and code in DTYPES, path, reason)
     expected = _HEADER.size + 12 * sequences + 8 * boundaries
     defect = "is cut off" if size < expected else "is damaged"
     is_whole = size in (expected, expected + sequences)

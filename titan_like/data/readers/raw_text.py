@@ -270,25 +270,25 @@ def _lines(chunks: Iterable[bytes], at: int, record: int) -> Iterator[Piece]:
 
 
 def _text(chunks: Iterable[bytes], find_cut: FindCut | None) -> Iterator[Piece]:
-    decoder, problem = codecs.getincrementaldecoder("utf-8")(), None
+    decoder, reason = codecs.getincrementaldecoder("utf-8")(), None
 
     def texts() -> Iterator[str]:
-        nonlocal problem
+        nonlocal reason
         place = 0
         for chunk in chain(chunks, [b""]):
             waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
             try:
                 yield decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                problem = f"byte {place - waiting + error.start} is not valid UTF-8; convert the file or remove it"
+                reason = f"byte {place - waiting + error.start} is not valid UTF-8; convert the file or remove it"
                 return
             place += len(chunk)
 
     for before, text, after in cut_text(texts(), find_cut or (lambda text: len(text) // 2)):
-        if problem is None or after:
+        if reason is None or after:
             yield Piece("text", [text if before else text.removeprefix("\ufeff")], 1, int(not after), 0, before, after)
-    if problem:
-        yield Piece("text", [BadRecord(problem)], 1, 1, 0)
+    if reason:
+        yield Piece("text", [BadRecord(reason)], 1, 1, 0)
 
 
 def _rows(batches: Iterable[tuple[int, Any, float]], start: int) -> Iterator[tuple[Piece, float]]:
@@ -346,10 +346,10 @@ def _table_rows(rows: Iterator[list[str]], key: Key) -> Iterator[dict[str, str] 
     rows = filter(None, rows)  # empty lines are no rows
     header = next(rows, [])
     _columns(header, key)
-    problem = f"the row has more fields than the header, which has {len(header)}; put text with separators in quotes"
+    reason = f"the row has more fields than the header, which has {len(header)}; put text with separators in quotes"
     for row in rows:
         pairs = [*zip(header, row, strict=False)][::-1]
-        yield BadRecord(problem) if len(row) > len(header) else {name: field for name, field in pairs if field}
+        yield BadRecord(reason) if len(row) > len(header) else {name: field for name, field in pairs if field}
 
 
 def _columns(names: list[str], key: Key) -> list[str]:

@@ -93,16 +93,16 @@ def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
         from datasets import disable_progress_bars, load_dataset
         from huggingface_hub import HfApi
     except ImportError:
-        problem = "no such file or folder, and a name of the Hugging Face hub needs the package datasets"
-        raise ConfigError("data.paths", path, f"{problem}; install titan_like[stream]") from None
+        reason = "no such file or folder, and a name of the Hugging Face hub needs the package datasets"
+        raise ConfigError("data.paths", path, f"{reason}; install titan_like[stream]") from None
     name, config, revision = _HUB_NAME.fullmatch(path).group("name", "config", "revision")  # type: ignore[union-attr]
     disable_progress_bars()
     try:
         revision = HfApi().dataset_info(name, revision=revision, timeout=30).sha
         dataset = load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:  # from the network, the hub, or the dataset's own format
-        problem = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
-        cure = "correct the name, or download it and name the folder"
-        raise ConfigError("data.paths", path, f"{problem}; {cure}") from None
+        reason = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
+        hint = "correct the name, or download it and name the folder"
+        raise ConfigError("data.paths", path, f"{reason}; {hint}") from None
     shards = [HubShard(f"{path} shard {number}", dataset, number) for number in range(dataset.num_shards)]
     return shards, str(revision)

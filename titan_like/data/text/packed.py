@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock
 
 from titan_like.config.entry_points import format_of
-from titan_like.config.errors import ConfigError, cure_of_writing, require
+from titan_like.config.errors import ConfigError, require, writing_hint
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat.records import RECORD_KEYS, RESERVED
@@ -51,8 +51,8 @@ def split_weights(text: str) -> tuple[float, float, float]:
         weights = []
     is_valid = len(weights) == 3 and all(weight >= 0 for weight in weights) and sum(weights) < inf
     is_valid = is_valid and (weights[0] > 0 or text == HELD_OUT)
-    problem = 'must be three weights for train, validation and test, like "969,30,1"'
-    require(is_valid, "data.split", text, problem)
+    reason = 'must be three weights for train, validation and test, like "969,30,1"'
+    require(is_valid, "data.split", text, reason)
     train, validation, test = (weight / sum(weights) for weight in weights)
     return train, validation, test
 
@@ -138,9 +138,9 @@ class IndexedSource(PackedDataset):
         tokens = np.append(*arrays_of(sample))
         wrong = tokens[(tokens < 0) | (tokens >= size)]
         if len(wrong):
-            problem = f"holds the token {wrong[0]}, but the model's vocab_size is {size}"
-            cure = "set model.overrides.vocab_size, or name a dataset of the model's tokenizer"
-            raise ConfigError("data.paths", self.path, f"{problem}; {cure}")
+            reason = f"holds the token {wrong[0]}, but the model's vocab_size is {size}"
+            hint = "set model.overrides.vocab_size, or name a dataset of the model's tokenizer"
+            raise ConfigError("data.paths", self.path, f"{reason}; {hint}")
         return sample
 
 
@@ -148,9 +148,9 @@ def _check_ends(dataset: IndexedDataset, path: str, eod_id: int) -> None:
     """Refuse a dataset whose documents cannot be told apart: none of the first ends with the end-of-document token."""
     ends = [dataset.document_end(number) for number in range(min(dataset.num_documents, _LOOKED_AT))]
     is_ended = any(end > 0 and dataset.tokens[end - 1 : end][0] == eod_id for end in ends)
-    problem = f"its documents do not end with token {eod_id}, the end of document of data.tokenizer, so masks and "
-    problem += "positions cannot follow them; set data.tokenizer to theirs, or write them with --append_eod"
-    require(is_ended, "data.paths", path, problem)
+    reason = f"its documents do not end with token {eod_id}, the end of document of data.tokenizer, so masks and "
+    reason += "positions cannot follow them; set data.tokenizer to theirs, or write them with --append_eod"
+    require(is_ended, "data.paths", path, reason)
 
 
 def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], request: DataRequest) -> StoredTokens:
@@ -160,8 +160,8 @@ def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], requ
     part = dataset.tokens.part(bounds[number], bounds[number + 1])
     is_enough = request.split != "train" or len(part) > request.seq_len
     of_dataset = f" of {dataset.prefix}" if format_of(request.section.dataset).is_tokenized else ""
-    problem = f"the training split{of_dataset} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
-    require(is_enough, "training.seq_len", request.seq_len, problem)
+    reason = f"the training split{of_dataset} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
+    require(is_enough, "training.seq_len", request.seq_len, reason)
     return part
 
 
@@ -192,8 +192,8 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
         remove(unfinished)  # a corrected file makes another corpus
         raise
     except OSError as error:
-        problem = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {cure_of_writing(error)}"
-        raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
+        reason = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {writing_hint(error)}"
+        raise ConfigError("job.dump_folder", str(cache_folder.parent), reason) from None
     return IndexedDataset(folder / "tokens")
 
 
@@ -207,11 +207,11 @@ def corpus_job(section: Data) -> Job:
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
     for name, value in section.chat_template_kwargs.items():
-        problem = f"the chat template of {section.tokenizer} has no such variable; remove it"
+        reason = f"the chat template of {section.tokenizer} has no such variable; remove it"
         is_variable = re.search(rf"\b{re.escape(name)}\b", template) and name not in RESERVED
-        require(is_variable, f"data.chat_template_kwargs.{name}", value, problem)
-    tokens, cure = section.token_options, f"correct or remove it, or {SKIP}"
-    job = Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, cure=cure, template=template)
+        require(is_variable, f"data.chat_template_kwargs.{name}", value, reason)
+    tokens, hint = section.token_options, f"correct or remove it, or {SKIP}"
+    job = Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, hint=hint, template=template)
     return replace(job, template_kwargs=json.dumps(section.chat_template_kwargs, sort_keys=True))
 
 
@@ -233,8 +233,8 @@ def corpus_files(section: Data) -> list[Path]:
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:
-        problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
-        require(section.paths, "data.paths", None, problem)
+        reason = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
+        require(section.paths, "data.paths", None, reason)
         no_text = f"conversations are records of {', '.join((*RECORD_ENDINGS[:3], '.csv'))} files; write it as one"
         no_text = no_text if data_format.is_chat else ""
         files = find_files(section.paths, "data.paths", no_text, section.read_split, RECORD_KEYS)

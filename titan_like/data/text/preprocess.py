@@ -58,7 +58,7 @@ class Job:
     bad_lines: str = "stop"  # or "skip", as `data.bad_lines`
     key: str = "data.paths"  # setting to blame for a file
     tokenizer_key: str = "data.tokenizer"
-    cure: str = f"correct it, set data.text_key, or {SKIP}"  # for a bad line
+    hint: str = f"correct it, set data.text_key, or {SKIP}"  # for a bad line
     template: str | None = None  # if records are conversations, their chat template, or "" for none
     template_kwargs: str = "{}"  # variables for it, as JSON text
 
@@ -108,8 +108,8 @@ def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
         with FileLock(folder / "lock", timeout=0):
             return _complete(job, prefix, folder, num_workers)
     except Timeout:
-        problem = "another job is writing it; wait until that has ended, or name another place"
-        raise ConfigError("--output", str(prefix), problem) from None
+        reason = "another job is writing it; wait until that has ended, or name another place"
+        raise ConfigError("--output", str(prefix), reason) from None
 
 
 def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progress:
@@ -123,8 +123,8 @@ def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progres
             with output:
                 _write_tokens(job, output, num_workers)
             if output.progress.documents == 0:
-                problem = "there is no document in it, nor in another file; give some with text"
-                raise ConfigError(job.key, str(job.files[0]), problem)
+                reason = "there is no document in it, nor in another file; give some with text"
+                raise ConfigError(job.key, str(job.files[0]), reason)
         except ConfigError:
             # With the folder, the corrected job would be refused.
             if output.progress.documents == 0:
@@ -151,8 +151,8 @@ def _read_progress(folder: Path, job: Job) -> Progress:
     if not (folder / "tokens.bin").exists() and not (folder / "index").exists():  # both have their final names
         return Progress(job.fingerprint())
     if progress.fingerprint != job.fingerprint() or (progress.bad_lines and job.bad_lines == "stop"):
-        problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
-        raise ConfigError("--output", str(folder), problem)
+        reason = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
+        raise ConfigError("--output", str(folder), reason)
     return progress
 
 
@@ -214,12 +214,12 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
         path, is_text, progress = job.files[number], piece.kind == "text", output.progress
         if number < progress.file:  # the rest of a text that is left out
             continue
-        for before, (record, problem) in enumerate(bad, progress.bad_lines):
+        for before, (record, reason) in enumerate(bad, progress.bad_lines):
             place = str(path) if is_text else f"{path}:{record}"
             if job.bad_lines == "stop":
-                raise ConfigError(job.key, place, problem if is_text else f"{problem}; {job.cure}")
+                raise ConfigError(job.key, place, reason if is_text else f"{reason}; {job.hint}")
             if before < _MOST_NAMED:
-                tell(f"skipped {place}: {problem}")
+                tell(f"skipped {place}: {reason}")
         at = (number + 1, 0, 1) if is_text else (number, piece.end, piece.first_record + piece.num_records)
         bad_lines, (file, end, record) = progress.bad_lines + len(bad), at
         unread = dict(Counter(progress.unread) + Counter(unread))
@@ -271,8 +271,8 @@ def _tokenized(
                 number, piece, share, future = waiting.popleft()
                 yield number, piece, share, future.result()
         except BrokenProcessPool:
-            problem = "a worker died, perhaps for lack of memory; run the same command with fewer workers"
-            raise RunError(problem) from None
+            reason = "a worker died, perhaps for lack of memory; run the same command with fewer workers"
+            raise RunError(reason) from None
         finally:
             for *_, future in waiting:
                 future.cancel()

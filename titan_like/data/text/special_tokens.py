@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
-from titan_like.config.paths import file_problem, parse_json, user_file
+from titan_like.config.paths import parse_json, unreadable_reason, user_file
 
 TOKENIZER_FILE = "tokenizer.json"
 ABOUT_FILE = "tokenizer_config.json"
@@ -146,9 +146,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises a `ValueError` if it is none; the message is the predicate of a sentence about the folder.
     """
-    if file_problem(path) == "does not exist":
+    if unreadable_reason(path) == "does not exist":
         return {}
-    with user_file(path, lambda problem: ValueError(f"has a {path.name} that {problem}")):
+    with user_file(path, lambda reason: ValueError(f"has a {path.name} that {reason}")):
         content = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"has a {path.name} that is not a JSON object")

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.config.paths import check_folder, file_problem
+from titan_like.config.paths import check_folder, unreadable_reason
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, TokenOptions
 from titan_like.data.readers.fetch import with_small_files
 from titan_like.data.text.special_tokens import (
@@ -131,9 +131,9 @@ class HuggingFaceTokenizer:
     def _end_of_document(self, eod_token: str, eos_id: int | None) -> int:
         token_id = self.tokenizer.token_to_id(eod_token) if eod_token else eos_id
         if token_id is None:
-            cure = f"name the token that ends a document in {_EOD_KEY}"
+            hint = f"name the token that ends a document in {_EOD_KEY}"
             require(not eod_token, _EOD_KEY, eod_token, f"is no token of {self._spec}; name one of its tokens")
-            raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {cure}")
+            raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {hint}")
         return token_id
 
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
@@ -200,12 +200,12 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 @contextmanager
-def _blamed(key: str, spec: str, problem: str = "cannot be used") -> Iterator[None]:
+def _blamed(key: str, spec: str, reason: str = "cannot be used") -> Iterator[None]:
     """Turn whatever the tokenizers library raises, such as for an unknown word without [UNK], into a ConfigError."""
     try:
         yield
     except Exception as error:  # the library raises bare ones
-        raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
+        raise ConfigError(key, spec, f"{reason} ({first_line(error)}); give another") from None
 
 
 def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str:
@@ -218,8 +218,8 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a run, as [data] sets it; a `ConfigError` if a model of ``vocab_size`` lacks a token of it."""
     tokenizer = build_tokenizer(section.tokenizer, options=section.token_options)
     if vocab_size is not None:
-        problem = f"it has {tokenizer.vocab_size} tokens"
-        check_ids(section.tokenizer, problem, tokenizer.vocab_size - 1, vocab_size)
+        reason = f"it has {tokenizer.vocab_size} tokens"
+        check_ids(section.tokenizer, reason, tokenizer.vocab_size - 1, vocab_size)
     return tokenizer
 
 
@@ -228,7 +228,7 @@ def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
     section, spec = config.data, config.data.tokenizer
     is_tokenized_here = section.dataset in DATASETS and not format_of(section.dataset).is_tokenized
     is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))  # another may have made the data
-    if is_unknown or config.model.from_ is not None or any(map(file_problem, tokenizer_files(spec))):
+    if is_unknown or config.model.from_ is not None or any(map(unreadable_reason, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
     message = f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and"
@@ -265,10 +265,10 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)
 
 
-def check_ids(spec: str, problem: str, largest: int, vocab_size: int) -> None:
-    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``problem`` names."""
-    cure = f"set model.overrides.vocab_size to {largest + 1}"
-    require(largest < vocab_size, _KEY, spec, f"{problem}, but the model's vocab_size is {vocab_size}; {cure}")
+def check_ids(spec: str, reason: str, largest: int, vocab_size: int) -> None:
+    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``reason`` names."""
+    hint = f"set model.overrides.vocab_size to {largest + 1}"
+    require(largest < vocab_size, _KEY, spec, f"{reason}, but the model's vocab_size is {vocab_size}; {hint}")
 
 
 def check_token(spec: str, role: str, number: int | None, names: str, vocab_size: int | None = None) -> int:
@@ -282,7 +282,7 @@ def check_token(spec: str, role: str, number: int | None, names: str, vocab_size
 def is_on_hub(spec: str) -> bool:
     """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, where no file is."""
     is_name = _HUB_NAME.fullmatch(spec) is not None and not spec.endswith(".json")
-    return is_name and file_problem(Path(spec)) == "does not exist"
+    return is_name and unreadable_reason(Path(spec)) == "does not exist"
 
 
 def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
@@ -296,8 +296,8 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
     if not is_on_hub(spec):
         return _files_in(Path(spec)) if os.path.isdir(spec) else [Path(spec)]
     patterns = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]
-    problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
-    return _files_in(from_hub(spec, patterns, (ABOUT_FILE,), key, problem, _CHOICES))
+    reason = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
+    return _files_in(from_hub(spec, patterns, (ABOUT_FILE,), key, reason, _CHOICES))
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -315,11 +315,11 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
     return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
-def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, problem: str, cure: str) -> Path:
+def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, reason: str, hint: str) -> Path:
     """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
 
     If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used; a
-    `ConfigError` with ``problem``, for setting ``key``, if there are none.
+    `ConfigError` with ``reason``, for setting ``key``, if there are none.
     """
     from huggingface_hub import HfApi, snapshot_download  # installed with the package tokenizers
 
@@ -334,7 +334,7 @@ def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, pr
     except Exception as error:  # from the network or the hub
         if cached is not None:
             return cached
-        raise ConfigError(key, name, f"{problem} ({first_line(error)}); {cure}") from None
+        raise ConfigError(key, name, f"{reason} ({first_line(error)}); {hint}") from None
 
 
 def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
@@ -349,7 +349,7 @@ def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
     return tokenizer
 
 
-def _require_file(path: Path, spec: str, key: str, cure: str) -> None:
-    problem = file_problem(path)
-    sentence = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
-    require(problem is None, key, spec, f"{sentence}; {cure}")
+def _require_file(path: Path, spec: str, key: str, hint: str) -> None:
+    reason = unreadable_reason(path)
+    sentence = f"no such file as {path}" if reason == "does not exist" else f"{path} {reason}"
+    require(reason is None, key, spec, f"{sentence}; {hint}")

@@ -66,8 +66,8 @@ def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) ->
     if is_marked := bool(prefix or suffix) or isinstance(model, models.WordLevel):
         pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous" if suffix else "merged_with_next")
     elif marked == "a的":
-        problem = f"but the tokens of {spec} have no white space and do not tell where words begin; set it to false"
-        raise ConfigError("data.mlm_whole_words", True, problem)
+        reason = f"but the tokens of {spec} have no white space and do not tell where words begin; set it to false"
+        raise ConfigError("data.mlm_whole_words", True, reason)
     bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
 
     def text_of(piece: str) -> bytes:

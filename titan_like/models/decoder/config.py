@@ -155,8 +155,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
             f"longrope needs a factor for each of the {self.rotary_size // 2} pairs of rotated dimensions; set as many "
             "short_factors and long_factors": lengths <= {self.rotary_size // 2},
         }
-        for problem in (problem for problem, holds in rules.items() if not holds):
-            raise ValueError(problem)
+        for reason in (reason for reason, holds in rules.items() if not holds):
+            raise ValueError(reason)
         return self
 
     @property
