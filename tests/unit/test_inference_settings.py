@@ -164,7 +164,7 @@ def test_results_replace_nothing_but_json(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text(name)
     for name in names[:-1]:
-        with pytest.raises(ConfigError, match="is there already and is no result; name another file"):
+        with pytest.raises(ConfigError, match=r"exists and is not a [.]json file; choose another path"):
             check_output_file("--json", str(tmp_path / name))
     write_json(str(tmp_path / "old.json"), {})
     assert {name: (tmp_path / name).read_text() for name in names} == {n: n for n in names[:-1]} | {"old.json": "{}\n"}

@@ -1,6 +1,6 @@
-"""Named objects that a setting selects: this package's own, and entry points of installed packages.
+"""Objects that a setting selects by name: built in, and entry points of installed packages.
 
-Nothing, torch included, is imported before it is used.
+This module imports neither torch nor any of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FAMILIES = {
 
 
 class DataFormat(NamedTuple):
-    """A dataset of this package: its class, and what is known of its samples without importing that."""
+    """A built-in dataset: its class, and the properties of its samples."""
 
     source: str
-    has_files: bool = True  # which `data.paths` names
+    has_files: bool = True  # in `data.paths`
     is_tokenized: bool = False  # before the run, perhaps with another tokenizer
     is_stream: bool = False  # read in order, and of unknown length
     is_chat: bool = False  # several conversations share a sample, and only answers have labels
@@ -46,7 +46,7 @@ DATA_FORMATS = {
     "race": DataFormat("titan_like.data.objectives.race:RaceSource", has_options=True),
 }
 DATASETS = {name: data_format.source for name, data_format in DATA_FORMATS.items()}
-RULES = {  # update rules
+RULES = {  # of updates
     "adamw": "titan_like.optim.optimizer:adamw",
     "adafactor": "titan_like.optim.adafactor:Adafactor",
     "muon": "titan_like.optim.optimizer:muon",
@@ -66,7 +66,7 @@ NAMED = {  # setting → this package's own objects, and the group of entry poin
 
 
 def format_of(dataset: str) -> DataFormat:
-    """What is known of `data.dataset`'s samples. Another package's class says for itself whether it is a stream."""
+    """The properties of `data.dataset`, all at their defaults for another package's dataset."""
     return DATA_FORMATS.get(dataset, DataFormat(""))
 
 
@@ -88,14 +88,14 @@ def find_entry(key: str, name: str) -> EntryPoint:
     entries = [*local, *_installed(group, tuple(sys.path)).select(name=name)]
     if len(entries) == 1:
         return entries[0]
-    places = " and ".join(sorted(entry.value for entry in entries))
-    reason = f"is defined by {places}; rename it in the entry points of all packages but one, or uninstall them"
+    definitions = " and ".join(sorted(entry.value for entry in entries))
+    reason = f"is defined by {definitions}; rename it in the entry points of all packages but one, or uninstall them"
     require(not entries, key, name, reason)
     raise ConfigError(key, name, unknown("name", name, names_of(key)))
 
 
 def load_entry(key: str, entry: EntryPoint) -> Any:
-    """Import the object; a `ConfigError` if that fails."""
+    """Import the object. Raises a `ConfigError` if that fails."""
     try:
         return entry.load()
     except Exception as error:  # whatever the package raises on import
@@ -115,9 +115,9 @@ def check_flavor(family: str, flavor: str, known: Iterable[str]) -> None:
 
 
 def wrong_names(settings: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each name that nothing has, and for a flavor that the family does not have.
+    """Yield an error for each unknown name, and for a flavor that the family does not have.
 
-    ``settings``, by section and key, need not be valid. Their own rules say what is wrong with another package.
+    ``settings``, by section and key, need not be valid.
     """
     tables = {section: table for section, table in settings.items() if isinstance(table, dict)}
     given = {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}

@@ -59,7 +59,7 @@ class RunError(RuntimeError):
 
 
 def record_error(message: str) -> None:
-    """Have torchrun, if it has started this process, show ``message`` at the end of its report, below its traceback.
+    """Make torchrun, if it has started this process, show ``message`` at the end of its report, below its traceback.
 
     torchrun shows the rank whose error has the earliest second. This error is dated a second back, so that it precedes
     the errors of ranks that torchrun ends because of it.
@@ -82,12 +82,12 @@ def _with_message(key: str, message: str) -> ConfigError:
 
 
 def writing_hint(error: OSError, then: str = "or name another folder") -> str:
-    """What to do about a file that could not be written; ``then`` follows the advice to make room."""
+    """The hint for a file that could not be written; ``then`` follows the advice to make room."""
     return f"make room, {then}" if error.errno in FULL else "name a place that you may write to"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, or the exception's type if it is empty. Of pydantic's errors, the first."""
+    """The first line of a message, or the exception's type if it is empty; of a pydantic error, its first detail."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {reason_of(first)}".removeprefix(": ")
@@ -98,7 +98,7 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown(kind: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """That a word names nothing, with the nearest name, else ``otherwise`` or all names."""
+    """The reason for refusing a word that names nothing, with the nearest name, else ``otherwise`` or all names."""
     lower = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
     hint = f"did you mean {lower[nearest[0]]}?" if nearest else otherwise or f"there are {', '.join(lower.values())}"
@@ -116,9 +116,9 @@ def reason_of(detail: Any) -> str:
 def field_errors(
     details: Iterable[Any], name: Callable[[str], str], model: type[BaseModel], table: object = None
 ) -> list[ConfigError]:
-    """An error for each wrong field of ``model`` in pydantic's ``errors()``. ``name`` gives its key, from its path.
+    """An error for each wrong field of ``model`` in pydantic's ``errors()``. ``name`` turns its path into a key.
 
-    ``table`` stands for the value in errors that are about no field alone.
+    ``table`` is the value that errors about the whole table show.
     """
     errors: dict[str, ConfigError] = {}
     for detail in details:
@@ -144,7 +144,7 @@ def _model_at(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def boolean_of(text: str) -> str | None:
-    """The boolean that a word of YAML, Python or a shell stands for, as in TOML; None if it is no such word."""
+    """The TOML boolean that a word of YAML, Python or a shell means; None for any other word."""
     return _BOOLEANS.get(text.lower())
 
 

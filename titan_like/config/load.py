@@ -44,7 +44,7 @@ from titan_like.config.synonyms import hint_for
 
 
 def format_help(program: str, config_type: type[BaseModel]) -> str:
-    """How ``program`` is called: every key with its type, default and meaning."""
+    """The usage of ``program``: every key with its type, default and meaning."""
     lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value]... | --version"]
     for section, field in config_type.model_fields.items():
         lines += ["", f"[{section}] {purpose_of(field.annotation)}"]
@@ -57,7 +57,7 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
 
 
 def purpose_of(section: Any) -> str:
-    """What a section is for."""
+    """The first line of a section's docstring."""
     return (section.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -108,9 +108,9 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 
 
 _SECONDS_FOR_RANK_0 = 10
-_VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
-# A full disk, or an error about a file that is not the package's, is the user's to put right. Any other error is a bug,
-# which shows its traceback.
+_VERY_NEAR = 0.8  # similarity from which a key counts as a typo of another, even if a section has a key of its name
+# The user can correct a full disk, or an error about a file outside the package. Any other error is a bug, which shows
+# its traceback.
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -118,7 +118,8 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
     """Build the configuration from command-line arguments (without the program's name).
 
     Precedence: command line > TOML file (``--job.config_file``) > ``stored``, settings by section, such as those in a
-    checkpoint > default. `model.from` fills in what its folder gives. ``--help`` prints every key and exits.
+    checkpoint > default. The folder that `model.from` names sets the model and the tokenizer. ``--help`` prints every
+    key and exits.
 
     Raises:
         ConfigError: unknown keys, wrong types or values, or an unreadable file: all errors, one a line.
@@ -151,8 +152,8 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
     0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
-    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. What stdout's encoding
-    lacks becomes question marks.
+    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. Characters that stdout's
+    encoding lacks become question marks.
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # Python found the descriptor closed
     if isinstance(sys.stdout, TextIOWrapper):
@@ -226,7 +227,7 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
 
 
 def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """What `parse_overrides` returns, and every error."""
+    """The result of `parse_overrides`, and every error."""
     groups, errors = _grouped(argv)
     return {dotted: _parse_values(dotted, values) for dotted, values in groups}, errors
 
@@ -281,7 +282,7 @@ def _takes_several(key: str) -> bool:
 
 
 def _name_config(word: str) -> str:
-    """How to name the TOML file that stands alone on the command line: the whole command, if this process has it."""
+    """The hint for a TOML file without its option: the corrected command, if this process knows all of it."""
     program, *words = sys.argv
     hint = "name a TOML file with --job.config_file"
     if word not in words or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own words are not known
@@ -335,7 +336,7 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:
-    """An error for each wrong key, which says what would be valid: the nearest key, or what this one means."""
+    """An error for each wrong key, with the nearest valid key or the meaning of this one as a hint."""
     errors = []
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
@@ -359,7 +360,7 @@ def _validation_errors(error: ValidationError) -> list[ConfigError]:
 
 
 def _unknown_key(dotted: str) -> str:
-    """That a key does not exist, with a hint: the key that sets the same, the same key elsewhere, or the nearest."""
+    """The reason for refusing a key that does not exist, with the equivalent, namesake or nearest key as a hint."""
     if hint := hint_for(dotted):
         return f"unknown key; {hint}"
     keys = [f"{section}.{key}" for section in JobConfig.model_fields for key in _section_fields(section)]

@@ -27,8 +27,8 @@ def expanded(text: str, takes_urls: bool = False) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
     Raises:
-        ValueError: the path is empty, names an environment variable that is not set, or is a URL where none may stand,
-            or whose kind is unknown or lacks its package; the message is the predicate of a sentence.
+        ValueError: the path is empty, names an environment variable that is not set, or is a URL that is not allowed
+            here or not supported; the message is the predicate of a sentence.
     """
     for plain, braced in _VARIABLE.findall(text):
         name = plain or braced
@@ -41,18 +41,21 @@ def expanded(text: str, takes_urls: bool = False) -> str:
         raise ValueError("is empty; name a path")
     if is_url(path):
         scheme = path.partition("://")[0]
-        hint = ", or a repository of the Hugging Face hub as org/name where one may stand" * (scheme == "hf")
-        reason = f"is at {scheme}://, which is not supported; name a path on this machine{hint}"
-        if refusal := scheme_refusal(scheme) if takes_urls else reason:
-            raise ValueError(refusal)
+        if takes_urls:
+            reason = scheme_refusal(scheme)
+        else:
+            hub = ", or a repository of the Hugging Face hub as org/name where one is allowed" if scheme == "hf" else ""
+            reason = f"is at {scheme}://, which is not supported; name a path on this machine{hub}"
+        if reason:
+            raise ValueError(reason)
     return path
 
 
 def unreadable_reason(path: Path, may_stream: bool = False) -> str | None:
-    """Why a file cannot be read, as the predicate of a sentence; None if it can.
+    """Why a file cannot be read, as the predicate of a sentence; None if it can be read.
 
-    Only regular files can: pipes and devices have no end, or wait for a writer. With ``may_stream`` also a pipe that
-    this process was started with, such as /dev/stdin or a shell's <(…), which is read once.
+    Only regular files are allowed: pipes and devices have no end, or wait for a writer. ``may_stream`` also allows a
+    pipe that this process was started with, such as /dev/stdin or a shell's <(…), which is read once.
     """
     try:
         mode = path.stat().st_mode
@@ -71,15 +74,15 @@ def unreadable_reason(path: Path, may_stream: bool = False) -> str | None:
 def user_file(
     path: Path, refuse: Callable[[str], Exception], what: str = "cannot be read", may_stream: bool = False
 ) -> Iterator[None]:
-    """Every file of the user's is opened and parsed in this context, which turns whatever that raises into one error.
+    """Open and parse a user's file in this context, which turns any exception into one error.
 
     Args:
-        path: the file. It is not opened unless it is one that `unreadable_reason` allows.
+        path: the file. The body does not run if `unreadable_reason` refuses it.
         refuse: makes the error, from the predicate of a sentence about the file, such as "does not exist".
-        what: the predicate if its content cannot be parsed; the reason follows in brackets.
+        what: the predicate if its content cannot be parsed; the parser's reason follows in brackets.
         may_stream: as in `unreadable_reason`.
     """
-    reason = None if isinstance(path, RemotePath) else unreadable_reason(path, may_stream)  # storage has files alone
+    reason = None if isinstance(path, RemotePath) else unreadable_reason(path, may_stream)  # storage has only files
     if reason is None:
         try:
             yield
@@ -98,20 +101,20 @@ def user_file(
 
 
 def check_folder(key: str, paths: Iterable[Path]) -> None:
-    """Refuse links to nothing, pipes and devices among the files and folders in a folder that is to be read."""
+    """Refuse broken links, pipes and devices among the content of a folder that is to be read."""
     for path in paths:
-        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
+        require(path.exists(), key, str(path), "is a broken link; remove it")
         is_usual = path.is_file() or path.is_dir()
         require(is_usual, key, str(path), "is a pipe, socket or device, not a file; remove it")
 
 
 def blaming(key: str, value: object, hint: str) -> Callable[[str], ConfigError]:
-    """What `user_file` takes to blame a setting."""
+    """The ``refuse`` of `user_file` for a file that a setting names."""
     return lambda reason: ConfigError(key, value, f"{reason}; {hint}")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, which also reports too deep nesting and too long numbers as a `ValueError` that says so."""
+    """`json.loads`, with a `ValueError` also for nesting that is too deep and numbers that are too long."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -119,13 +122,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def find_config(path: str) -> str:
-    """The TOML file of a run: the one at ``path``, else the one that the package has under this name.
+    """The TOML file of a run: ``path``, ``path``.toml, or the shipped file of this name.
 
-    NAME, NAME.toml and train_configs/NAME.toml name the same file of the package. They are looked up only if nothing
-    in the file system has that path, or that path and ".toml".
+    NAME, NAME.toml and train_configs/NAME.toml name the same shipped file. Existing paths come first.
 
     Raises:
-        ConfigError: there is neither, but the package has files with similar names.
+        ConfigError: there is no such file, but shipped files have similar names.
     """
     name = path.removeprefix("train_configs/").removesuffix(".toml")
     if os.path.lexists(path) or "/" in name:
@@ -140,7 +142,7 @@ def find_config(path: str) -> str:
 
 
 def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
-    """Parse a TOML file; a `ConfigError` if that is not possible. ``key`` is the setting that names it."""
+    """Parse a TOML file, which setting ``key`` names. Raises a `ConfigError` if that fails."""
     text = ""
 
     def refusal(reason: str) -> ConfigError:
@@ -156,7 +158,7 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
 
 
 def _hint(text: str, reason: str) -> str:
-    """What to do about a file that is no TOML, or the line that the parser stopped at."""
+    """The hint for a file that is not TOML, or for the line at which the parser stopped."""
     if not text:
         return "save the file as UTF-8" if "UTF-8" in reason else "give a readable TOML file"
     place = re.search(r"at line (\d+)", reason)

@@ -1,6 +1,6 @@
-"""One training step of a pipeline on one clock: what each rank computed and waited for, and when.
+"""The timeline of one pipeline step: each rank's passes, waits and phases on one clock.
 
-It is kept as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), which also holds its fields.
+It is stored as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), which also holds its fields.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Span = TypeVar("_Span", Event, Phase)
 class StepTimeline:
     """A step, measured or simulated, in seconds from the start of its first pass.
 
-    Times of different ranks compare within ``clock_error``.
+    ``clock_error`` bounds the error between times of different ranks.
     """
 
     schedule: str
@@ -64,7 +64,8 @@ class StepTimeline:
 
     def senders(self, action: Action) -> list[Event]:
         """The passes on other ranks whose results this one needs."""
-        needed, ranks = inputs(action, len(self.ranks)), self.ranks
+        ranks = self.ranks
+        needed = inputs(action, len(ranks))
         return [self._makers[source] for source in needed if ranks[source.stage] != ranks[action.stage]]
 
     @cached_property
@@ -72,7 +73,7 @@ class StepTimeline:
         return {outcome(event.action): event for event in self.passes}
 
     def after_passes(self) -> dict[str, float]:
-        """Seconds that each phase adds to the step, up to the moment when the last rank has finished it."""
+        """Seconds that each phase adds to the step, until the last rank has finished it."""
         reached, added = self.seconds, {}
         for name in dict.fromkeys(phase.name for phase in self.phases):
             end = max(phase.end for phase in self.phases if phase.name == name)
@@ -125,7 +126,7 @@ def as_simulated(step: StepTimeline) -> StepTimeline:
 
 
 def clock_offset(reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(how far another clock is ahead, the error of this), from collectives that both ranks took part in.
+    """(offset of another clock, error of the offset), from collectives that both ranks took part in.
 
     A meeting is the pair of times at which a rank enters and leaves a collective. No rank leaves before all have
     entered. If the other clock is ahead by o, then ``in_other - o <= out_reference`` and
@@ -186,7 +187,7 @@ class _Trace(BaseModel):
 
 
 def read_trace(path: Path) -> StepTimeline:
-    """Read the JSON of `chrome_trace` back; for any other file a `ValueError` with the predicate of a sentence."""
+    """Read the JSON of `chrome_trace`. Raises a `ValueError` with the predicate of a sentence for any other file."""
     with user_file(path, ValueError, "is no timeline"):
         step = _Trace.model_validate_json(path.read_bytes()).timeline
         order = defaultdict(list)

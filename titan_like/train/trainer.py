@@ -305,7 +305,7 @@ class Trainer(ValidatedState):
         self.save_is_due |= section.enable and step % section.interval == 0
         self.export_is_due |= section.hugging_face_interval > 0 and (ends or step % section.hugging_face_interval == 0)
         saves = self.save_is_due or self.export_is_due
-        is_looked_at = self._logs(step) or self._validates() or self.profiler.looks_at(step)
+        is_looked_at = self._logs(step) or self._validates() or self.profiler.profiles(step)
         return ends or saves or is_looked_at or self._rewinds
 
     @property
