@@ -1,4 +1,4 @@
-"""Reading sharded checkpoints without trusting them: only objects of tensor metadata are ever constructed."""
+"""Reads untrusted sharded checkpoints: only objects of tensor metadata are ever constructed."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 class _MetadataUnpickler(pickle._Unpickler):
     """Allows only the classes of tensor metadata, and sets only the fields of their instances.
 
-    It derives from the unpickler written in Python, because BUILD has to be replaced: the original one can also change
-    classes of this process.
+    It derives from the unpickler written in Python to replace BUILD, which can also change classes of this process.
     """
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
@@ -52,8 +51,8 @@ class _MetadataUnpickler(pickle._Unpickler):
         """
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
-            return lambda *parts: "/".join(parts)  # plain text here, whatever machine wrote it
-        # Python 3.11.0 to 3.11.3 pickle a member of an enum so; old protocols have the module's name in Python 2.
+            return lambda *parts: "/".join(parts)  # plain text, whatever system wrote it
+        # Python 3.11.0 to 3.11.3 pickle members of enums so; old protocols have the module's name in Python 2.
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -97,7 +96,7 @@ class TensorReader(FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Names, shapes and places of the stored tensors. The file is read once, however often tensors are loaded.
+        """Names, shapes and places of the stored tensors. The file is read only once.
 
         Raises:
             pickle.UnpicklingError: the file holds anything else, places a tensor outside the checkpoint's folder, or
@@ -124,7 +123,7 @@ class TensorReader(FileSystemReader):
         """
         try:
             return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:  # torch's message explains how to run the pickle anyway
+        except pickle.UnpicklingError as error:  # torch's message tells the user how to run the pickle anyway
             raise pickle.UnpicklingError("a file of the checkpoint holds something that is not a tensor") from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
@@ -142,7 +141,7 @@ class TensorReader(FileSystemReader):
 
 
 def _is_as_written(archive: io.BytesIO) -> bool:
-    """Whether every record of a zip archive is stored as it is and matches its checksum."""
+    """Whether every record of a zip archive is stored uncompressed and matches its checksum."""
     try:
         with ZipFile(archive) as directory:
             records = directory.infolist()
@@ -153,7 +152,7 @@ def _is_as_written(archive: io.BytesIO) -> bool:
 
 
 def _check(metadata: Metadata) -> None:
-    """Check that every stored tensor is in a file of the same folder, and that its pieces cover it.
+    """Check that every stored tensor is in a file of the same folder, and that no piece of it is missing.
 
     A missing piece would silently stay uninitialised.
     """
@@ -169,5 +168,5 @@ def _check(metadata: Metadata) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is a file's, without a folder."""
+    """Whether a name is a file name without a folder."""
     return name not in ("", ".", "..") and "/" not in name

@@ -1,4 +1,4 @@
-"""Writing checkpoints, synchronously or while training continues."""
+"""Writes checkpoints, synchronously or while training continues."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ Tensors = dict[str, torch.Tensor]
 # Writes this rank's share of a checkpoint's Hugging Face folder: (checkpoint, folder, (rank, ranks)).
 Export = Callable[[Path, Path, tuple[int, int]], object]
 
-# While a thread writes, the training thread waits up to this long for the GIL each time that it has released it. With
-# Python's default of 5 ms, that would slow down every operator.
+# While a thread writes, the training thread waits up to this long each time it reacquires the GIL. Python's default of
+# 5 ms would slow down every operator.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -54,21 +54,21 @@ class SaveError(Exception):
     """A checkpoint could not be written; the message is one sentence, the same on every rank."""
 
     def __init__(self, sentence: str, saved: list[Path]) -> None:
-        """``saved`` are folders that are complete nevertheless."""
+        """``saved``: folders that are complete nevertheless."""
         super().__init__(sentence)
         self.saved = saved
 
 
 def background_group() -> dist.ProcessGroup:
-    """A process group of all ranks for the thread that saves: its collectives must not mix with training's."""
+    """A process group of all ranks for the saving thread, whose collectives must not mix with training's."""
     return dist.new_group(backend="gloo")
 
 
 class DurableFiles(FileSystem):
     """The files of a checkpoint that is being written; each is on disk once it is closed.
 
-    Tensor files begin with a mark of their checkpoint, so a file from another checkpoint is recognised. torch's own
-    readers work too, because the metadata gives the offset of each tensor.
+    Tensor files begin with a mark of their checkpoint, so that a file from another checkpoint is detected. torch's own
+    readers work too, because the metadata has the offset of each tensor.
     """
 
     def __init__(self, mark: str) -> None:
@@ -93,7 +93,7 @@ class TensorWriter(FileSystemWriter):
         self.save_id, self.fs = mark, DurableFiles(mark)
 
     def storage_meta(self) -> StorageMeta:
-        """The metadata's description of the checkpoint: plain texts, which need no class to be read."""
+        """The metadata's description of the checkpoint, as plain text, which is unpickled without a class."""
         return StorageMeta(str(self.path), self.save_id)
 
 
@@ -110,18 +110,18 @@ class Saver:
     def __init__(self, folder: Path, section: CheckpointSection, exports_to: Path, export: Export) -> None:
         self.folder, self.keep_latest, self.in_background = folder, section.keep_latest, section.async_
         self.exports_to, self.export = exports_to, export
-        # Made before training, where a failure costs least, and only for runs that save: gloo polls all the time.
+        # Created before training, where a failure costs least, and only for runs that save, because gloo polls.
         self._group = background_group() if section.enable or section.hugging_face_interval else None
         if section.hugging_face_interval and dist.get_rank() == 0:
             sweep(exports_to)
         self._save: _Save | None = None
         self._copies: Tensors = {}
         self.files: dict[str, bytes] = {}  # files that rank 0 adds to each checkpoint, by name
-        # Called in the thread before it copies, with the event that something waits for the copies.
+        # Called in the thread before it copies, with the event `_Save.is_awaited`.
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
 
     def save(self, tensors: Tensors, run: RunState, saves: bool = True, exports: bool = False) -> None:
-        """Write a checkpoint, a Hugging Face folder or both, or start to; `finish` reports the outcome.
+        """Write, or start to write, a checkpoint, a Hugging Face folder or both; `finish` reports the outcome.
 
         The previous save must be finished.
         """
@@ -150,7 +150,7 @@ class Saver:
         return self._save is not None and self._save.thread is not None and self._save.thread.is_alive()
 
     def finish(self) -> list[Path]:
-        """Wait until the current save is done. Returns the folders that it wrote, none if there was no save.
+        """Wait until the current save is done. Returns the folders that it wrote; empty if there was no save.
 
         Raises:
             SaveError: a folder could not be written. Earlier ones are untouched.
@@ -185,7 +185,7 @@ class Saver:
             save.is_copied.set()
 
     def _copy(self, tensors: Tensors, ready: torch.cuda.Event | None) -> Tensors:
-        """Copies of the tensors in host memory, with the values that they had at the event ``ready``."""
+        """Copies of the tensors in host memory, with their values at the event ``ready``."""
         stream = None if ready is None else torch.cuda.Stream(ready.device)
         with torch.cuda.stream(stream):  # nothing without a stream
             if ready is not None:
@@ -205,11 +205,11 @@ class Saver:
         return with_local_tensor(tensor, copy) if isinstance(tensor, DTensor) else copy
 
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
-        """Why a folder could not be written, the same on every rank; None if all were."""
+        """Why a folder could not be written, the same on every rank; None if all are written."""
         exports, step = self.exports_to in self._due, run.step
         weights = unfinished_path(self.exports_to, step) / "weights"  # removed again
         folder = self.folder if self.folder in self._due else weights
-        reason = self._of_weights(tensors)
+        reason = self._not_finite(tensors)
         if reason is None and exports:
             reason = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
         reason = reason or self._write_checkpoint(tensors, run, folder)
@@ -231,7 +231,7 @@ class Saver:
             except CheckpointException as error:  # raised on every rank
                 reason = self._explained(first_failure(error), tensors, folder)
         if reason is None:
-            # After skipped steps the weights may be ruined, so do not remove older checkpoints for this one.
+            # After skipped steps the weights may be bad, so keep all older checkpoints.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
             reason = self._on_first_rank(partial(complete_checkpoint, folder, run, keep, self.files))
         if reason is None and folder == self.folder:
@@ -239,7 +239,7 @@ class Saver:
         return reason
 
     def _write_export(self, checkpoint: Path, weights: Path, step: int) -> str | None:
-        """Write the Hugging Face folder of a checkpoint, which is in ``weights`` if it serves only this."""
+        """Write the Hugging Face folder of a checkpoint, perhaps one of weights alone, and remove ``weights``."""
         rank, unfinished = dist.get_rank(), weights.parent
         with TemporaryDirectory() if isinstance(unfinished, RemotePath) else nullcontext(unfinished) as name:
             folder = Path(name)
@@ -255,7 +255,7 @@ class Saver:
         return reason
 
     def _explained(self, reason: str, tensors: Tensors, folder: Path) -> str:
-        """The reason of a failed save, with a full disk added, because torch's writer does not report it."""
+        """The reason of a failed save, with a full disk named, which torch's writer does not report."""
         texts, needed = [reason], sum(local(tensor).nbytes for tensor in tensors.values())
         is_here = dist.get_rank() == 0 and not isinstance(folder, RemotePath)
         if is_here and shutil.disk_usage(folder).free < needed:
@@ -263,8 +263,8 @@ class Saver:
         dist.broadcast_object_list(texts, src=0, group=self._group)
         return texts[0]
 
-    def _of_weights(self, tensors: Tensors) -> str | None:
-        """Why the tensors must not be saved, because they would replace good ones; None if they are finite."""
+    def _not_finite(self, tensors: Tensors) -> str | None:
+        """The reason not to save tensors that are not finite and would replace good ones, or None."""
         parts = [local(tensor) for tensor in tensors.values()]
         extremes = [torch.stack(torch.aminmax(part)) for part in parts if part.is_floating_point() and part.numel()]
         is_bad = torch.tensor(int(not all(pair.isfinite().all() for pair in extremes)))

@@ -39,7 +39,7 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options that the measurement adds to a run's settings. Of these only the layout counts."""
+    """The options of the measurement, in addition to a run's settings, of which only the layout is used."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--smallest", type=size_option, default="4k", help="bytes of the smallest buffers (4k)")
     parser.add_argument(
@@ -70,14 +70,16 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 def main(argv: list[str]) -> int:
     """Measure and print."""
     options, settings = build_parser().parse_known_args(argv)
-    sizes, config, processes = sizes_of(options), load_config(settings), number_of_processes()
+    sizes = sizes_of(options)
+    config = load_config(settings)
+    processes = number_of_processes()
     check_picture("--picture", options.picture)
     reason = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
     require(processes != 1, "processes", 1, reason)
     layout, per_node = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
     check_meeting()
     device = select_device("float32")
-    buffers, room = 3, host_memory_bytes() // per_node  # gloo takes one more, for all-gathers and others
+    buffers, room = 3, host_memory_bytes() // per_node  # gloo needs one more, for all-gathers and others
     if device.type == "cuda":
         buffers, room = 2, torch.cuda.mem_get_info(device)[0]
     reason = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
@@ -116,9 +118,9 @@ def main(argv: list[str]) -> int:
 
 
 def between_nodes(processes: int, per_node: int) -> dist.ProcessGroup | None:
-    """This rank's group with the rank of the same number on the neighbouring node; None if there is one node.
+    """This rank's group with the same local rank of the neighbouring node; None if there is one node.
 
-    All pairs of nodes communicate at once. If the number of nodes is odd, the ranks of the last one only wait.
+    All pairs of nodes communicate at once. If the number of nodes is odd, the ranks of the last node only wait.
     """
     if processes < 2 * per_node:
         return None
@@ -129,15 +131,15 @@ def between_nodes(processes: int, per_node: int) -> dist.ProcessGroup | None:
 
 
 def sharing_of(group: dist.ProcessGroup, per_node: int) -> int:
-    """How many groups like this one use a node's links to others at the same time; 0 if this one stays in its node."""
+    """Number of groups like this one that share a node's links to other nodes; 0 if this group stays in its node."""
     nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
     return 0 if len(set(nodes)) == 1 else per_node // nodes.count(nodes[0])
 
 
 def seconds_of(run: Callable[[], None], device: torch.device, budget: float) -> float:
-    """Seconds of one run on the slowest process: the median of blocks of runs that take ``budget`` seconds together.
+    """Seconds of one run on the slowest process: the median over blocks of runs, ``budget`` seconds in total.
 
-    Every process of the default group calls it.
+    Every process of the default group calls this.
     """
 
     def block(runs: int) -> float:
@@ -149,7 +151,7 @@ def seconds_of(run: Callable[[], None], device: torch.device, budget: float) -> 
         _finish(device)
         return (time.perf_counter() - start) / runs
 
-    with warnings.catch_warnings():  # two functions have new names in later versions
+    with warnings.catch_warnings():  # two functions are renamed in later versions
         warnings.simplefilter("ignore", FutureWarning)
         block(1)  # connects
         runs = min(_MOST_RUNS, max(1, int(budget / _BLOCKS / largest(block(1), device))))

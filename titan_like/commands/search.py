@@ -1,10 +1,10 @@
 """Measure which layout trains fastest: python scripts/search.py --job.config_file FILE.toml --processes 1,2,4 ...
 
-Trains a run for some steps in one layout after the other, each under a torchrun of its own. Writes to --dump_folder
-results.csv and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which
-scripts/plan.py calibrate fits a profile. --grid names a TOML with the values of each key to combine; --top K takes the
-planner's K best layouts for each number of processes; without --profile, it first measures a CPU for the planner, once.
-Out of memory is a result. A search that was ended goes on where it left off. In a Slurm job, trials run on its nodes.
+Trains a run for some steps in one layout after the other, each in its own torchrun. Writes to --dump_folder results.csv
+and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which scripts/plan.py calibrate
+fits a profile. --grid names a TOML with the values of each key to combine; --top K measures the planner's K best
+layouts for each number of processes; without --profile, it first measures a CPU for the planner, once. Out of memory is
+a result. An interrupted search continues where it stopped. In a Slurm job, trials run on its nodes.
 Exit codes: 0 done, 1 no layout trained, 2 bad input.
 """
 
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_options(options: argparse.Namespace) -> list[int]:
     """Refuse the first option that is out of range; returns the numbers of processes."""
-    reason = "the grid says what to measure; give --grid or --top"
+    reason = "the grid lists the layouts to measure; give --grid or --top"
     require(options.grid is None or options.top is None, "--top", options.top, reason)
     words = [] if options.processes is None else [word.strip() for word in options.processes.split(",")]
     are_counts = all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words)
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     values = read_grid(options.grid, settings) if options.grid else {}
     listed = values.pop("processes", [])
     counts = counts or list(dict.fromkeys(listed))
-    require(counts, "--processes", None, "say on how many to measure, such as 1,2,4")
+    require(counts, "--processes", None, "name the numbers of processes to measure, such as 1,2,4")
     named = {count: (options.profile or "").replace("{processes}", str(count)) for count in counts}
     profiles = {count: load_profile(name) if name else None for count, name in named.items()}
 
@@ -100,8 +100,8 @@ def main(argv: list[str]) -> int:
                 print(f"{warning}; predictions for {count} are rough")
         if config.float8.enable:
             print(FLOAT8_NOTE)
-    reason = "the planner needs one to choose layouts here; scripts/plan.py microbenchmark measures it. "
-    require(stacks or options.grid, "--profile", None, f"{reason}Or give --grid")
+    reason = "the planner needs a profile to choose layouts; measure one with scripts/plan.py microbenchmark, or give"
+    require(stacks or options.grid, "--profile", None, f"{reason} --grid")
     if options.grid:
         cases = grid_cases(config, counts, values)
     else:
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
 
 
 def program(name: str, folder: str = "") -> tuple[str, ...]:
-    """What torchrun starts: a script of this checkout, or the same code where the package is installed alone."""
+    """The arguments with which torchrun starts a script of this checkout, or its module in an installed package."""
     script = Path(titan_like.__file__).parents[1] / folder / f"{name}.py"
     return (str(script),) if script.is_file() else ("-m", f"titan_like.commands.{name}")
 

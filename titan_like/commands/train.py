@@ -1,6 +1,6 @@
 """Train a model: torchrun --nproc_per_node=N train.py --job.config_file train_configs/debug_gpt.toml
 
---job.dry_run true only prints what one process would do; --json PATH also writes that to a file.
+--job.dry_run true only prints one rank's memory, communication and computation; --json PATH also writes them to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from titan_like.train.signals import StopSignals
 
 
 def main(argv: list[str], signals: StopSignals | None = None) -> int:
-    """Load and check the configuration, then train. ``signals`` are the handlers if they are installed already."""
+    """Load and check the configuration, then train. ``signals``: the handlers that are already installed."""
     from titan_like.config import ConfigError, load_config
     from titan_like.config.options import OptionParser
 
@@ -49,7 +49,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     from titan_like.train.job import run_job
     from titan_like.train.setup import prepare_run, select_device
 
-    gc.freeze()  # and no later collection need look at them
+    gc.freeze()  # later collections skip them
     gc.enable()
     if settings is None:
         from titan_like.planner.auto import with_chosen_layout
@@ -64,7 +64,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Start as early as a process can: most of what `main` needs is imported only once signals are handled."""
+    """Handle signals as early as possible: most imports of `main` follow."""
     with StopSignals() as signals:
         from titan_like.config.load import run_command
 

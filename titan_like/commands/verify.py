@@ -1,8 +1,8 @@
-"""Is this layout the same training? python scripts/verify.py --job.config_file FILE.toml --parallelism.KEY VALUE
+"""Verify that a layout trains like one process: python scripts/verify.py --job.config_file FILE.toml
 
 Shrinks the configuration's model and trains it for a few steps twice: with a reference loop in one process, and in the
 configuration's layout on CPU processes or GPUs of this machine. Compares samples, losses, gradients, norms, updates,
-weights, dropout and a resumed run. If something differs, it names the place and the axis of the layout at fault. Exit
+weights, dropout and a resumed run. After a difference, it names the module and the axis of the layout at fault. Exit
 codes: 0 the same, 1 different, 2 bad input, 3 undecided, for example because time ran out.
 """
 
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def format_table(verdict: Verdict) -> str:
-    """One line for each row and kind of run: the largest difference over all steps, its tolerance, and where it is."""
+    """One line for each row and kind of run: the largest difference over all steps, its tolerance and parameter."""
     rows: dict[str, Check] = {}
     for check in verdict.checks:
         name = f"{check.row} ({check.kind})"
@@ -115,7 +115,7 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
 
 
 def format_kind(checks: list[Check], kind: str) -> str:
-    """One line on a kind of run: what came nearest to a difference."""
+    """One line for a kind of run, with the value that is nearest to its tolerance."""
     of_kind = [check for check in checks if check.kind == kind]
     if not of_kind or not all(check.ok for check in of_kind):
         return f"{kind:9} {'different' if of_kind else 'not compared'}"

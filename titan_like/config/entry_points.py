@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import resources
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tomli
 
 from titan_like.config.errors import ConfigError, first_line, require, unknown
+
+if TYPE_CHECKING:
+    from titan_like.config.schema import Data
 
 FAMILIES = {
     "decoder": "titan_like.models.decoder.config:DecoderConfig",
@@ -92,6 +95,14 @@ def find_entry(key: str, name: str) -> EntryPoint:
     reason = f"is defined by {definitions}; rename it in the entry points of all packages but one, or uninstall them"
     require(not entries, key, name, reason)
     raise ConfigError(key, name, unknown("name", name, names_of(key)))
+
+
+def find_dataset(section: Data) -> EntryPoint:
+    """Find the class of `data.dataset`. Built-in datasets have no `data.options`."""
+    dataset, options = section.dataset, section.options
+    reason = f'dataset "{dataset}" has no options; leave them out'
+    require(not options or dataset not in DATASETS, "data.options", options, reason)
+    return find_entry("data.dataset", dataset)
 
 
 def load_entry(key: str, entry: EntryPoint) -> Any:

@@ -165,7 +165,7 @@ class Data(Section):
         return self.tokenizer == "byte" and not format_of(self.dataset).is_tokenized
 
     @property
-    def tells_documents_apart(self) -> bool:
+    def separates_documents(self) -> bool:
         """Whether a setting depends on where the documents of a sample end."""
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 

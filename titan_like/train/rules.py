@@ -12,12 +12,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from titan_like.config.entry_points import format_of
+from titan_like.config.entry_points import find_dataset, format_of
 from titan_like.config.errors import ConfigError, all_of, refuse, require
 from titan_like.config.load import edit
 from titan_like.config.schema import Float8, JobConfig, LoRA, Parallelism
 from titan_like.data.loading.batch_size import NO_EPOCHS, check_length, check_rampup, rampup_batch_sizes
-from titan_like.data.registry import find_dataset
 from titan_like.metrics.devices import find_device
 from titan_like.metrics.writers import check_trackers
 from titan_like.models.config import NUM_OPTIONS, TransformerConfig, has_experts

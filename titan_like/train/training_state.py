@@ -27,7 +27,7 @@ from titan_like.config.errors import RunError, first_line
 from titan_like.data.loading.batch_size import total_samples, total_steps
 from titan_like.data.loading.blend import Phase
 from titan_like.data.loading.loader import BackgroundLoader, merge_states
-from titan_like.data.loading.open_source import go_on, phases_of
+from titan_like.data.loading.open_source import continue_after, phases_of
 from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
@@ -257,7 +257,7 @@ class TrainingState:
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
         self.resumed = state
-        self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
+        self.step, self.consumed_samples, self.schedule_batch_size = state.progress(self.config.training)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         if self.scaler is not None:
             self.scaler = LossScaler(self.run.device, state.loss_scale, good_steps=state.loss_scale_good_steps)
@@ -280,7 +280,7 @@ class TrainingState:
             now = phases_of(source)[-1]._replace(first=first)
             phases = [*(phase for phase in phases if phase.first < first), now]
         if len(phases) > 1:
-            source = self.run.datasets["train"] = go_on(source, phases)
+            source = self.run.datasets["train"] = continue_after(source, phases)
             if not is_same and dist.get_rank() == 0:
                 print(f" from step {state.step + 1} on: {source.began()}", flush=True)
         source.load_state_dict(state.readers)

@@ -1,4 +1,4 @@
-"""Opens the splits of the dataset that [data] names."""
+"""Opens the dataset, or the blend of datasets, of each split of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_like.config.entry_points import format_of, load_entry
+from titan_like.config.entry_points import find_dataset, format_of, load_entry
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import HELD_OUT, Data, JobConfig
 from titan_like.data.batch import Batch
@@ -19,15 +19,14 @@ from titan_like.data.loading.lengths import sample_length
 from titan_like.data.loading.stream import BlendedStream, StreamSource
 from titan_like.data.readers.fetch import local_paths
 from titan_like.data.readers.files import find_indexed
-from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.models.config import TransformerConfig
 
 
 def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) -> dict[str, Source]:
-    """Open the splits that the run reads, "train" only if it ``trains``, and `evaluation.sets` as validation/NAME.
+    """Open the run's splits, "train" only if it ``trains``, and `evaluation.sets` as validation/NAME.
 
-    Raises a `ConfigError` if data is missing or unusable, or there is too little of it.
+    Raises a `ConfigError` if data is missing, unusable or too short.
     """
     request = DataRequest(
         section=config.data,
@@ -66,7 +65,7 @@ def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) 
 
 
 def held_out(section: Data, paths: list[Any]) -> Data:
-    """[data] of one of `evaluation.sets`, none of which is for training."""
+    """[data] of one of `evaluation.sets`, with all samples in the validation split."""
     dataset = section.dataset if format_of(section.dataset).has_files else "text"
     return section.model_copy(update={"dataset": dataset, "paths": paths, "split": HELD_OUT})
 
@@ -102,23 +101,23 @@ def open_source(request: DataRequest) -> Source:
 
 
 def phases_of(source: Source) -> list[Phase]:
-    """The blends of a run up to the one that it trains on."""
+    """The phases of a run up to the current blend."""
     if not isinstance(source, BlendedSource):
         return [Phase(0, [source.fingerprint], [1])]
     return list(source.phases) or [Phase(0, [part.fingerprint for part in source.sources], source.blend.shares)]
 
 
-def go_on(source: Source, phases: Sequence[Phase]) -> BlendedSource:
-    """The data of a run that goes on after the earlier ``phases`` with ``source``, the last; see `BlendedSource`."""
+def continue_after(source: Source, phases: Sequence[Phase]) -> BlendedSource:
+    """``source`` as the blend of the last of a run's ``phases``, continued from the earlier ones."""
     sources = list(source.sources) if isinstance(source, BlendedSource) else [source]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(key for phase in phases for key in phase.keys))}
-    for place, key in enumerate(phases[-1].keys):  # whose order depends on the number that it began with
+    for place, key in enumerate(phases[-1].keys):  # a source's order depends on its first number in the run
         request = replace(sources[place].request, part=numbers[key])
         sources[place] = sources[place] if request == sources[place].request else type(sources[place])(request)
     kind = BlendedStream if isinstance(sources[0], StreamSource) else BlendedSource
     readers = source.request.section.num_readers if kind is BlendedStream else 1
     blend = kind(source.request, sources, phases[-1].shares, readers)
-    blend.go_on(phases)
+    blend.continue_after(phases)
     return blend
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets: tokens in ``PREFIX.bin``, and in ``PREFIX.idx`` where each sequence lies in it.
+"""Megatron-LM's indexed datasets: tokens in ``PREFIX.bin``, and the place of each sequence in ``PREFIX.idx``.
 
 The index, little-endian, as Megatron-LM's ``megatron/core/datasets/indexed_dataset.py`` writes it:
 
@@ -59,10 +59,10 @@ def prefix_of(path: str | Path) -> Path:
 
 
 class StoredTokens:
-    """A stream of tokens in a file. Any number of threads and processes can read pieces of it on demand.
+    """A stream of tokens in a file, from which any number of threads and processes read pieces on demand.
 
-    It is not a memory map. A map's pages count as the process's memory once they are touched, so a run's memory would
-    seem to grow until it has read the whole file.
+    It is not a memory map: touched pages count as the process's memory, so a run's memory would seem to grow until it
+    has read the whole file.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None) -> None:
@@ -89,10 +89,10 @@ class StoredTokens:
 
 
 class IndexedDataset:
-    """An open dataset. Only the pages of the index that have been read take memory."""
+    """An open dataset. Its index is memory-mapped."""
 
     def __init__(self, prefix: str | Path) -> None:
-        """Open both files; a `ConfigError` if one is missing, foreign, truncated or contradicts the other."""
+        """Open both files. Raises a `ConfigError` if one is missing, foreign, truncated or contradicts the other."""
         self.prefix = prefix_of(prefix)
         index, data = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         for path in (index, data):
@@ -159,7 +159,7 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 
 
 class IndexedWriter:
-    """Writes a dataset, sequence by sequence. Its files appear under their names when all of it is on the disk."""
+    """Writes a dataset, sequence by sequence. Its files get their names once they are complete and on disk."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         """``dtype``: one of `DTYPES`."""
@@ -200,8 +200,9 @@ class IndexedWriter:
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: Sequence[int]) -> None:
-    """Write an index of sequences that lie one after the other, of these ``lengths``, int32 [sequences], which may be
-    memory-mapped. ``documents`` are boundaries, the first 0 and the last the number of sequences.
+    """Write the index of consecutive sequences with ``lengths``, int32 [sequences], which may be memory-mapped.
+
+    ``documents`` are boundaries, the first 0 and the last the number of sequences.
     """
     starts = range(0, len(lengths), _PIECE)
     with open(path, "wb") as file:

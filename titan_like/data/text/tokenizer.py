@@ -51,16 +51,16 @@ class ByteTokenizer:
     vocab_size = 257
     eod_id = 256  # the end-of-document token, which follows every document
     stop_ids = frozenset({256})  # tokens that end a generated text
-    first_ids: ClassVar[list[int]] = []  # what begins every document, such as Llama's <s>; see `data.bos`
+    first_ids: ClassVar[list[int]] = []  # tokens that begin every document, such as Llama's <s>; see `data.bos`
     mask_id: int | None = 257  # hides another token in masked language modelling
     pad_id: int | None = 258  # fills an encoder-decoder's targets, and begins the decoder's input
-    sentinel_ids: ClassVar = list(range(259, 359))  # stand for spans in span corruption
+    sentinel_ids: ClassVar = list(range(259, 359))  # replace spans in span corruption
     pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
-    special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
-    digest = "byte"  # identifies everything that decides how text is tokenized
+    special_ids = frozenset({256})  # tokens that do not occur in text, such as the end of a document
+    digest = "byte"  # identifies the tokenization of any text
 
     def encode(self, text: str, parses_special: bool = False) -> np.ndarray:
-        """One token per byte: int64 [bytes]. No text becomes a special token."""
+        """One token per byte: int64 [bytes], without special tokens."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ class ByteTokenizer:
         return list(map(self.encode, texts))
 
     def encode_with_places(self, text: str, parses_special: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        """The tokens of `encode`, and the characters where each begins and ends: int64 [tokens] each."""
         begins = np.repeat(np.arange(len(text)), [len(character.encode("utf-8")) for character in text])
         return self.encode(text), begins, begins + 1
 
@@ -84,14 +84,14 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library. It has the attributes of `ByteTokenizer`."""
+    """Wraps a tokenizer of the `tokenizers` library, with the attributes of `ByteTokenizer`."""
 
     def __init__(
         self, tokenizer: HFTokenizer, spec: str, options: TokenOptions, file: Path | None = None, key: str = _KEY
     ) -> None:
-        """``file`` is its tokenizer.json. ``spec`` is the value of the setting ``key``, which errors blame.
+        """``file`` is its tokenizer.json. ``spec`` is the value of the setting ``key``, which errors name.
 
-        Raises a `ConfigError` if it cannot encode, or lacks an end-of-document token or one that the settings name.
+        Raises a `ConfigError` if it cannot encode, or lacks an end-of-document token or a token that a setting names.
         """
         self.tokenizer, self._spec, self._key = tokenizer, spec, key
         tokenizer.no_truncation()  # transformers may have stored it with the tokenizer
@@ -117,11 +117,11 @@ class HuggingFaceTokenizer:
         require(has_bos, _BOS_KEY, options.bos, f"{spec} has no bos_token; use auto or never")
         bos_start = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
         first_ids = [] if options.bos == "never" else template_start or bos_start
-        # An end of document stands before the next document already.
+        # The previous document already ends with the end-of-document token.
         self.first_ids = first_ids[1:] if first_ids[:1] == [self.eod_id] else first_ids
         # The tokens that the tokenizer itself puts after such a text.
         self.last_ids = template.ids[text_index + 1 :] if self.first_ids == self.template_ids else []
-        self.end_ids = special.end_ids  # which end a text by the files of its folder
+        self.end_ids = special.end_ids  # ends of a text according to the files of its folder
         self.stop_ids = frozenset({self.eod_id, *self.end_ids})
         self.sentinel_ids, self.pair_ids, self.special_ids = special.sentinel_ids, special.pair_ids, special.all_ids
         self._parses_special = not options.split_special_tokens
@@ -139,8 +139,8 @@ class HuggingFaceTokenizer:
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
 
-        ``parses_special``: whether special tokens that are written in the text become those tokens, or stay text;
-        None does what `data.split_special_tokens` says.
+        ``parses_special``: whether special tokens that are written in the text become tokens or stay text; None
+        follows `data.split_special_tokens`.
         """
         return self.encode_with_places(text, parses_special)[0]
 
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
     def encode_with_places(
         self, text: str, parses_special: bool | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        """The tokens of `encode`, and the characters where each begins and ends: int64 [tokens] each."""
         parses_special = self._parses_special if parses_special is None else parses_special
         self.tokenizer.encode_special_tokens = not parses_special
         with _blamed(self._key, self._spec):
@@ -166,7 +166,7 @@ class HuggingFaceTokenizer:
     def _checked(self, ids: list[int], parses_special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, and the index in ``ids`` that each comes from: int64 [tokens] each.
 
-        A Unigram vocabulary finds a special token in the text even where it should not. Its characters replace it.
+        Unless ``parses_special``, the characters of special tokens that a Unigram model finds in the text replace them.
         """
         tokens, origins = np.asarray(ids, dtype=np.int64), np.arange(len(ids))
         if parses_special or not self._is_control[tokens].any():
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of everything that decides how text is tokenized, with the tokens that only the folder names."""
+        """A digest of the tokenizer, including the tokens that only the other files of its folder name."""
         return hashlib.blake2b(self.tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -201,7 +201,7 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 @contextmanager
 def _blamed(key: str, spec: str, reason: str = "cannot be used") -> Iterator[None]:
-    """Turn whatever the tokenizers library raises, such as for an unknown word without [UNK], into a ConfigError."""
+    """Turn any error of the tokenizers library, such as an unknown word without [UNK], into a `ConfigError`."""
     try:
         yield
     except Exception as error:  # the library raises bare ones
@@ -209,13 +209,13 @@ def _blamed(key: str, spec: str, reason: str = "cannot be used") -> Iterator[Non
 
 
 def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str:
-    """The text of ``ids`` where they follow the tokens ``before``, whose last character may be incomplete."""
+    """The text of ``ids`` after the tokens ``before``, whose last character may be incomplete."""
     text = tokenizer.decode([*before, *ids])
     return text[len(os.path.commonprefix((text, tokenizer.decode(before)))) :]  # noqa: RUF071 (no paths)
 
 
 def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a run, as [data] sets it; a `ConfigError` if a model of ``vocab_size`` lacks a token of it."""
+    """The tokenizer of a run. Raises a `ConfigError` if a model of ``vocab_size`` lacks a token of it."""
     tokenizer = build_tokenizer(section.tokenizer, options=section.token_options)
     if vocab_size is not None:
         reason = f"it has {tokenizer.vocab_size} tokens"
@@ -224,7 +224,7 @@ def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
 
 
 def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
-    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding."""
+    """A warning for the log if a model's ``vocab_size`` is far above the tokenizer's, beyond any padding."""
     section, spec = config.data, config.data.tokenizer
     is_tokenized_here = section.dataset in DATASETS and not format_of(section.dataset).is_tokenized
     is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))  # another may have made the data
@@ -237,10 +237,10 @@ def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
 
 
 def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:
-    """Build the tokenizer that ``spec``, a value of `data.tokenizer`, names. ``key`` is the setting that errors blame.
+    """Build the tokenizer that ``spec``, a value of `data.tokenizer`, names. ``key`` is the setting that errors name.
 
-    A process keeps the last one, unless its files change: a large one takes half a second to read, and every source of
-    a blend needs it. A `ConfigError` if a file is missing or is not a tokenizer, or it lacks a token that is needed.
+    A process caches the last one until its files change: a large one takes half a second to read, and every source of a
+    blend needs it. Raises a `ConfigError` if a file is missing or is not a tokenizer, or if a needed token is missing.
     """
     files = tuple(tokenizer_files(spec, key))
     watched = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
@@ -272,7 +272,7 @@ def check_ids(spec: str, reason: str, largest: int, vocab_size: int) -> None:
 
 
 def check_token(spec: str, role: str, number: int | None, names: str, vocab_size: int | None = None) -> int:
-    """The id of a special token that the objective needs; a `ConfigError` if the tokenizer or the model lacks it."""
+    """The id of a special token of the objective. Raises a `ConfigError` if the tokenizer or the model lacks it."""
     if number is None:
         raise ConfigError(_KEY, spec, f"has no {role} token, which the objective needs; use a tokenizer with {names}")
     check_ids(spec, f"its {role} token is {number}", number, vocab_size or number + 1)
@@ -280,14 +280,15 @@ def check_token(spec: str, role: str, number: int | None, names: str, vocab_size
 
 
 def is_on_hub(spec: str) -> bool:
-    """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, where no file is."""
+    """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, and no file."""
     is_name = _HUB_NAME.fullmatch(spec) is not None and not spec.endswith(".json")
     return is_name and unreadable_reason(Path(spec)) == "does not exist"
 
 
 def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
-    """The files of the tokenizer that a value of `data.tokenizer` names. One on the hub is downloaded, once; a
-    `ConfigError` if the hub does not have it, or cannot be reached.
+    """The files of the tokenizer that a value of `data.tokenizer` names, downloaded once if it is on the hub.
+
+    Raises a `ConfigError` if the hub does not have it, or cannot be reached.
     """
     if spec == "byte":
         return []
@@ -306,7 +307,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
-    """The value of `data.tokenizer` that names the files in a folder, or copies of them in ``named``; None without."""
+    """The value of `data.tokenizer` for the files in a folder, or their copies in ``named``; None without files."""
     folder = with_small_files(folder)
     path = named or folder
     if (folder / TOKENIZER_FILE).is_file():
@@ -316,10 +317,10 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
 
 
 def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, reason: str, hint: str) -> Path:
-    """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
+    """Download the matching files of a repository. Returns their folder in this machine's cache of the hub.
 
-    If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used; a
-    `ConfigError` with ``reason``, for setting ``key``, if there are none.
+    The network is not used if a file of ``needed`` is cached. Without a network, the cached files are used. Raises a
+    `ConfigError` with ``reason`` about setting ``key`` if there are none.
     """
     from huggingface_hub import HfApi, snapshot_download  # installed with the package tokenizers
 
