@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -293,13 +294,13 @@ class Saver:
         return next((text for text in reasons if text is not None), None)
 
 
+@dataclass
 class _Save:
     """The state of one save."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-        self.reason: str | None = None
-        self.crash: BaseException | None = None
-        self.thread: threading.Thread | None = None
-        self.is_copied = threading.Event()
-        self.is_awaited = threading.Event()
+    paths: list[Path]
+    reason: str | None = None
+    crash: BaseException | None = None
+    thread: threading.Thread | None = None
+    is_copied: threading.Event = field(default_factory=threading.Event)
+    is_awaited: threading.Event = field(default_factory=threading.Event)

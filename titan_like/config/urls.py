@@ -104,7 +104,8 @@ class RemotePath(PosixPath):
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""
-        with suppress(*[FileNotFoundError] * missing_ok), self.storage() as (system, path):
+        ignored = [FileNotFoundError] if missing_ok else []
+        with suppress(*ignored), self.storage() as (system, path):
             system.rm_file(path)
 
     def rmtree(self) -> None:

@@ -52,8 +52,7 @@ class Device:
 
     def peak_flops(self, dtype: str) -> float:
         """Dense peak in FLOP/s. Raises a `ConfigError` if the device has no rate for this dtype."""
-        if dtype not in self.peak:
-            raise ConfigError("training.dtype", dtype, f"{self.name} has {', '.join(self.peak)}")
+        require(dtype in self.peak, "training.dtype", dtype, f"{self.name} has {', '.join(self.peak)}")
         return self.peak[dtype]
 
 

@@ -108,9 +108,9 @@ def check_trackers(metrics: Metrics) -> None:
         except Exception as error:  # MLflow has many kinds
             hint = "set MLFLOW_TRACKING_URI to a server's address, or install the package mlflow for local files"
             raise ConfigError("metrics.mlflow", True, f"{first_line(error)[:100]}…; {hint}") from None
-    if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
-        reason = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
-        raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, reason)
+    needs_key = metrics.wandb and metrics.wandb_mode == "online"
+    reason = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
+    require(not needs_key or _wandb_key_configured(), "metrics.wandb_mode", metrics.wandb_mode, reason)
 
 
 class Writer:

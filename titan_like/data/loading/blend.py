@@ -118,7 +118,8 @@ class Blend:
 
     def share(self, num_samples: int, reader: int) -> int:
         """A reader's share of the run's first samples."""
-        return num_samples // self.num_readers + (reader < num_samples % self.num_readers)
+        share, remainder = divmod(num_samples, self.num_readers)
+        return share + 1 if reader < remainder else share
 
     def taken(self, first: int, last: int) -> list[tuple[int, ...]]:
         """Number of samples from each source, by reader, in a blend that covers samples ``first`` … ``last - 1``."""

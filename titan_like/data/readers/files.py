@@ -202,6 +202,7 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
 def _report(folder: str, chosen: tuple[str, ...], rest: tuple[str, ...]) -> None:
     """Print once, on the first process, which files of a folder are read and which are not, if any are left."""
     if chosen and rest and os.environ.get("RANK", "0") == "0":
-        read, unread = (", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED) for names in (chosen, rest))
+        shown = [names if len(names) <= _MOST_NAMED else (*names[:_MOST_NAMED], "…") for names in (chosen, rest)]
+        read, unread = map(", ".join, shown)
         line = f"{folder}: reads {len(chosen)} of {len(chosen) + len(rest)} files ({read}) and leaves {unread}"
         print(line, file=sys.stderr, flush=True)

@@ -164,7 +164,7 @@ def _table_kind(head: bytes, is_whole: bool, key: Key) -> str | None:
         with suppress(csv.Error):
             header, *rows = [*filter(None, csv.reader(lines, delimiter=separator))] or [[""]]
             rows = rows if is_whole else rows[:-1]
-            names = header[not header[0] :]  # pandas gives its index no name
+            names = header if header[0] else header[1:]  # pandas gives its index no name
             is_header = len({*header}) == len(header) > 1 and all(map(_WORD.fullmatch, names))
             is_list = keys.isdisjoint(header) and all(map(_WORD.fullmatch, chain(*rows)))
             if is_header and rows and not is_list and all(len(row) == len(header) for row in rows):
