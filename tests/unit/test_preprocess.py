@@ -211,7 +211,7 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
     for unfit, words in {
         ("--output", "."): "is a folder; name the dataset in it, such as corpus",
         ("--input", "empty.txt"): "the file is empty; remove it",
-        ("--input", "object.json"): "holds neither a JSON array nor JSON objects; write it so",
+        ("--input", "object.json"): "contains neither a JSON array nor JSON objects; write it so",
     }.items():
         with pytest.raises(ConfigError) as error:
             main(["--input", "a.txt", "--output", "out", *unfit])

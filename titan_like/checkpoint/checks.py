@@ -170,7 +170,7 @@ def check_room(folder: Path, needed: int) -> None:
     if isinstance(folder, RemotePath):
         return
     free = shutil.disk_usage(folder).free + leftover_bytes(folder)
-    reason = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
+    reason = f"a checkpoint needs {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
     require(free >= needed, "checkpoint.folder", str(folder), f"{reason}; make room, or name a folder on another disk")
 
 

@@ -288,7 +288,7 @@ def reason_without_checkpoints(path: Path, hint: str) -> str:
         return f"{'is a file' if path.exists() else 'no such folder'}; {hint}"
     names = sorted(file.name for file in path.iterdir())
     content = f"only {', '.join(names[:3])}{' and so on' if len(names) > 3 else ''}" if names else "it is empty"
-    return f"holds no checkpoint ({content}); {hint}"
+    return f"contains no checkpoint ({content}); {hint}"
 
 
 class CheckpointWeights:

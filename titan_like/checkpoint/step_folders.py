@@ -1,6 +1,6 @@
 """The folder of a run's checkpoints: finding complete ones, and completing a checkpoint atomically.
 
-``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes, and ``run.json``: the step,
+``<folder>/step-<N>/`` has the sharded tensors that torch.distributed.checkpoint writes, and ``run.json``: the step,
 the data cursor, the loss scaler, the configuration, and checksums of itself and of the tensors' metadata (each tensor
 has its own, see `reader`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
 any moment leaves earlier checkpoints intact.

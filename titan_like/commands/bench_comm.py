@@ -3,7 +3,7 @@
 Times all-reduces, all-gathers, reduce-scatters, all-to-alls and messages between neighbours, from --smallest to
 --largest bytes, in the groups of each dimension of the mesh that the run's layout has (without settings, all processes
 together), and between two nodes if there are several. All groups of a dimension communicate at the same time, as in
-training. Bandwidths are defined as in nccl-tests. A planner's profile takes the file that --json writes:
+training. Bandwidths are defined as in nccl-tests. The planner reads the file that --json writes:
 python scripts/plan.py predict --profile P --links FILE.json.
 """
 

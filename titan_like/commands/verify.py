@@ -84,7 +84,7 @@ def format_table(verdict: Verdict) -> str:
     lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
     for name, check in rows.items():
         worst, allowed = f"{check.worst:.2e}", f"{check.allowed:.2e}"
-        if not check.allowed:  # something that must hold exactly
+        if not check.allowed:  # an exact check
             worst, allowed = f"{check.worst:.3g}", "0"
         outcome = "same" if check.ok else "DIFFERENT"
         lines.append(f"{name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter}".rstrip())

@@ -24,7 +24,7 @@ NEXT_LINE = "\n       "  # aligned with what follows "error: "
 class ConfigError(ValueError):
     """A setting, file or environment that the user has to change (exit code 2).
 
-    The message is one sentence: the key, its value, what is wrong and what would be valid.
+    The message is one sentence: the key, its value, the reason and a hint.
     """
 
     def __init__(self, key: str, value: object, reason: str) -> None:
@@ -37,13 +37,13 @@ class ConfigError(ValueError):
 
 
 def require(condition: object, key: str, value: object, hint: str) -> None:
-    """Raise a `ConfigError` about setting ``key`` unless a rule holds. ``hint``: what is wrong and what to change."""
+    """Raise a `ConfigError` about setting ``key`` unless ``condition``. ``hint``: the reason and what to change."""
     if not condition:
         raise ConfigError(key, value, hint)
 
 
 def refuse(config: BaseModel, *rules: tuple[object, str, str]) -> None:
-    """Raise a `ConfigError` for the first broken rule of (when it is broken, key, what is wrong and what to change)."""
+    """Raise a `ConfigError` for the first broken rule of (whether it is broken, key, reason and what to change)."""
     for is_broken, key, hint in rules:
         section, _, name = key.partition(".")
         require(not is_broken, key, getattr(getattr(config, section), name), hint)

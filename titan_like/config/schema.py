@@ -171,7 +171,7 @@ class Data(Section):
 
 
 class Training(Section):
-    """How much to train, in what batches and precision."""
+    """Length, batches and precision of the training."""
 
     SMALL: ClassVar = {"max_norm": lambda training: min(training.max_norm, 0.05)}  # so that every step is clipped
 

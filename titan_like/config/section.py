@@ -100,7 +100,7 @@ class Section(BaseModel):
 
 
 class Surroundings(Section):
-    """Base of sections that do not change what a step computes."""
+    """Base of sections that do not affect the computation of a step."""
 
     def small(self) -> Self:
         """The defaults, except those in `SMALL`."""

@@ -33,7 +33,7 @@ class RemotePath(PosixPath):
 
     @contextmanager
     def storage(self) -> Iterator[tuple[Any, str]]:
-        """fsspec's file system and the path in it. Errors in this context become those of this class."""
+        """fsspec's file system and the path in it. Errors in this context become a `StorageError`."""
         from fsspec.core import url_to_fs
 
         try:

@@ -1,6 +1,6 @@
 """The timeline of one pipeline step: each rank's passes, waits and phases on one clock.
 
-It is stored as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), which also holds its fields.
+It is stored as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), together with its fields.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def simulated(
 
 
 def as_simulated(step: StepTimeline) -> StepTimeline:
-    """The same step without messages and gaps: every pass takes the mean time of its kind in its stage."""
+    """The same step without messages and gaps: every pass has the mean time of its kind in its stage."""
     shape, means = (step.schedule, step.pipeline_degree, step.virtual_stages), step.mean_seconds()
     return simulated(*shape, step.num_microbatches, lambda action: means[action.kind, action.stage])
 

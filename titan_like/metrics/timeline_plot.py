@@ -76,7 +76,7 @@ def _draw_step(panel: Axes, step: StepTimeline, inches_per_second: float) -> Non
                 middle, size = 500 * (start + end), min(8.0, 80 * inches / digits)
                 colour = "white" if shade < 0.5 else "black"
                 panel.text(middle, rank, str(microbatch), color=colour, size=size, ha="center", va="center")
-        # One artist for all boxes of a rank: one each would take minutes for the tens of thousands of a large step.
+        # One artist draws all boxes of a rank: one artist a box would need minutes for a large step.
         panel.broken_barh(spans, (rank - 0.5, 1), facecolors=colours, edgecolors="white", linewidths=edges)
     panel.set(xlim=(0, 1000 * step.seconds), ylim=(step.pipeline_degree - 0.5, -0.5))
     panel.set_yticks(range(step.pipeline_degree), [f"rank {rank}" for rank in range(step.pipeline_degree)])

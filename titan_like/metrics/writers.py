@@ -158,7 +158,7 @@ class JsonLinesWriter(Writer):
     """Writes one JSON object per line; NaN and infinity, which JSON lacks, become null.
 
     `own_file` handles another run's file. Steps for which a full disk has no room are left out. No other job writes to
-    the folder, because this job holds its lock.
+    the folder, because this job has locked it.
     """
 
     errors = OSError
@@ -286,7 +286,7 @@ class WandbWriter(Writer):
             print(f" wandb gets no figures ({reason}); they are kept offline, {sync}", flush=True)
 
     def _write(self, step: int, figures: Mapping[str, Any]) -> None:
-        if step >= max(self._step, self._run.starting_step):  # it takes nothing after a later step
+        if step >= max(self._step, self._run.starting_step):  # wandb refuses steps before the last one
             self._run.log(figures, step=step)
             self._step = step
 

@@ -68,7 +68,7 @@ class Rendering:
             if not content and "tool_calls" not in message:
                 return None
             if not self.text[begin:].lstrip().startswith(content):
-                reason = "an answer does not begin with what the chat template gives the model to begin it"
+                reason = "an answer does not begin with the end of the chat template's generation prompt"
                 raise BadRecord(f"{reason}; {_HINT}")
         text_end, end, rest = self._agreement(number, asks=False)
         return Span(begin, text_end, end, bool(rest.strip()))
@@ -145,7 +145,7 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
             return form, whole, sum(any(mark not in whole for mark in marks_of_message) for marks_of_message in marks)
         message = form[is_lost.index(True)]
         role, text = message["role"], " ".join(str(message.get("content") or "a call").split())
-        lacking = f'the chat template leaves out what a message with the role "{role}" says ("{text[:40]}")'
+        lacking = f'the chat template leaves out the text of a message with the role "{role}" ("{text[:40]}")'
     raise BadRecord(lacking or refused)
 
 

@@ -1,7 +1,7 @@
 """Conversations for fine-tuning, whole and packed into samples: `data.dataset` "conversations".
 
-The conversations of a run are tokenized once (see `titan_like.data.chat.template`). Best-fit decreasing packs those of
-a split into samples: each conversation, the longest first, is put in the fullest sample with room for it. An epoch is
+The conversations of a run are tokenized once (see `titan_like.data.chat.template`). Best-fit decreasing packs a split
+into samples: each conversation, the longest first, is put in the fullest sample with room for it. An epoch is
 all samples in an order that depends on the seed. A sample has the start of each token's conversation, so that attention
 and positions stay within it. Only the tokens of answers are labels. A conversation longer than a sample is truncated.
 """

@@ -54,7 +54,7 @@ def read_template(spec: str) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(spec if file is None else str(file.parent))
-    except Exception as error:  # the folder may hold anything
+    except Exception as error:  # the folder may contain anything
         reason = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
         raise ConfigError("data.tokenizer", spec, reason) from None
     return tokenizer if tokenizer.chat_template else None
@@ -87,7 +87,9 @@ class Chat:
             else:
                 raise BadRecord("the record has messages, but the tokenizer's folder has no chat template")
         except (ConfigError, UnicodeEncodeError):  # the only errors of a tokenizer that could be read
-            raise BadRecord("the record holds text that cannot be tokenized, such as half a surrogate pair") from None
+            raise BadRecord(
+                "the record contains text that cannot be tokenized, such as half a surrogate pair"
+            ) from None
         if not is_answer[1:].any():
             raise BadRecord("the record has no answer")
         return tokens, is_answer

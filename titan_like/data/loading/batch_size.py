@@ -21,7 +21,7 @@ def check_rampup(training: Training) -> None:
     require(is_triple, key, rampup, "must be three positive integers [start, increment, samples]")
     increments, remainder = divmod(size - rampup[0], rampup[1])
     fits = increments >= 0 and remainder == 0
-    require(fits, key, rampup, f"start plus whole increments must reach global_batch_size ({size})")
+    require(fits, key, rampup, f"start plus whole increments must end at global_batch_size ({size})")
 
 
 def check_length(training: Training) -> None:

@@ -203,7 +203,7 @@ class BlendedSource(Source):
     def __init__(
         self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None], num_readers: int = 1
     ) -> None:
-        """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples."""
+        """``weights``: a weight for each source, or None for weights in proportion to the sources' samples."""
         super().__init__(request)
         # Outside training, a source without a sample leaves its share to the others.
         present = [number for number, source in enumerate(sources) if len(source) or request.split == "train"]

@@ -34,7 +34,7 @@ def sample_length(config: JobConfig, model: TransformerConfig) -> SampleLength:
     hint = "lower it or raise data.mean_noise_span_length"
     require(0 < spans <= raw - noise, "data.noise_density", section.noise_density, f"{reason}; {hint}")
     needed, decoder = targets_length(raw, section), training.decoder_seq_len
-    reason = f"the targets of {training.seq_len} encoder positions take {needed}; use at least that, or leave it out"
+    reason = f"the targets of {training.seq_len} encoder positions need {needed}; use at least that, or leave it out"
     require(decoder == 0 or decoder >= needed, "training.decoder_seq_len", decoder, reason)
     return SampleLength(raw, training.seq_len, decoder or needed)
 

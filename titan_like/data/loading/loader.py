@@ -1,7 +1,7 @@
 """Batches of the global sample stream, loaded in the background.
 
 One number is the whole cursor: how many samples the run has consumed. Microbatch k of the stream starts at sample
-k·(micro_batch_size·ranks), and each rank takes a consecutive part of it.
+k·(micro_batch_size·ranks), and each rank reads a consecutive part of it.
 
 torchdata's `StatefulDataLoader` reads the samples, and returns the state of datasets from its worker processes. Its own
 state, which needs the same number of workers, is not used, because the cursor alone determines the order.

@@ -49,7 +49,7 @@ def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) 
     require(not is_validated or len(validation) > 0, "data.split", config.data.split, reason)
     require(not is_stream or config.training.epochs is None, "training.epochs", config.training.epochs, NO_EPOCHS)
     objective = config.data.sentence_objective
-    reason = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
+    reason = "needs second sentences from anywhere in the data, but a stream is read in order; use "
     reason += '"sentence_order", or write the data with scripts/preprocess_data.py'
     require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, reason)
     for entry in config.evaluation.sets:

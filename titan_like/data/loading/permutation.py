@@ -8,7 +8,7 @@ import struct
 import numpy as np
 
 _ROUNDS = 8  # even; four make a pseudo-random permutation of a large domain, a small one needs more
-_LEAST_BITS = 6  # halves of one or two bits can take too few forms
+_LEAST_BITS = 6  # halves of one or two bits have too few values
 _WORD = (1 << 64) - 1
 
 

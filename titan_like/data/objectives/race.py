@@ -92,7 +92,7 @@ def _clean(text: str) -> str:
 
 def _records(file: Path) -> Iterator[Record]:
     """The JSON objects of a file, one a line."""
-    with user_file(file, lambda reason: UnreadableError(f"holds {file.name}, which {reason}")):
+    with user_file(file, lambda reason: UnreadableError(f"contains {file.name}, which {reason}")):
         content = file.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
         try:

@@ -150,7 +150,7 @@ def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> l
     if not by_split or (not has_records and not {wanted, "train"} & {*by_split}):
         return names
     split = _chosen_split(folder, key, by_split, wanted)
-    # Several formats may hold the same rows, so the most frequent one is read.
+    # Several formats may contain the same rows, so the most frequent one is read.
     counts = Counter(endings[name] for name in by_split[split])
     order = [".parquet", ".arrow", *JSON_ENDINGS, *TABLE_ENDINGS, *endings.values()]
     most_frequent = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")

@@ -99,7 +99,7 @@ def kind_of(path: Path, key: Key = ()) -> str:
         if head.startswith(magic) or ending == f".{kind}":
             return kind
     if head.startswith(b"%PDF") or b"\0" in head:
-        raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
+        raise UnreadableError("contains no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
     is_whole, head = len(head) < _HEAD, head.removeprefix(codecs.BOM_UTF8)
     if ending in TABLE_ENDINGS:
         return ending[1:]
@@ -107,12 +107,12 @@ def kind_of(path: Path, key: Key = ()) -> str:
         return "json"
     json_kind = _json_kind(path, head.lstrip(), is_whole)
     if ending == ".json" and json_kind is None:
-        raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
+        raise UnreadableError("contains neither a JSON array nor JSON objects; write it so, or repair it")
     return json_kind or ("jsonl" if ending in JSON_ENDINGS else _table_kind(head, is_whole, key) or "text")
 
 
 def _json_kind(path: Path, head: bytes, is_whole: bool) -> str | None:
-    """ "jsonl" or "json", or None if the file, which begins with ``head``, holds no records.
+    """ "jsonl" or "json", or None if the file, which begins with ``head``, has no records.
 
     A comma after its first object is enough, even if a later one is damaged.
     """
@@ -397,5 +397,5 @@ def _text_in(record: Any, key: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRecord("the text holds half a surrogate pair") from None
+        raise BadRecord("the text contains half a surrogate pair") from None
     return text

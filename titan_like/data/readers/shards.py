@@ -22,7 +22,7 @@ _PIECE = 4096
 _ROWS = 256  # rows of a dataset on the hub in a piece
 _NOTHING = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be "
 _NOTHING += "like org/name, org/name:config or org/name@revision"
-_NO_TEXT = 'holds text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
+_NO_TEXT = 'contains text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
 # A dataset of the hub, perhaps with a configuration of it and a revision: allenai/c4:en@1588ec4
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 

@@ -138,7 +138,7 @@ class IndexedSource(PackedDataset):
         tokens = np.append(*arrays_of(sample))
         wrong = tokens[(tokens < 0) | (tokens >= size)]
         if len(wrong):
-            reason = f"holds the token {wrong[0]}, but the model's vocab_size is {size}"
+            reason = f"contains the token {wrong[0]}, but the model's vocab_size is {size}"
             hint = "set model.overrides.vocab_size, or name a dataset of the model's tokenizer"
             raise ConfigError("data.paths", self.path, f"{reason}; {hint}")
         return sample

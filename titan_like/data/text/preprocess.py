@@ -1,7 +1,7 @@
 """Turns text into an indexed dataset, on several processes and in constant memory. An interrupted job can be continued.
 
 This process reads the files and writes the tokens, in order; others tokenize. Until the job is complete,
-``PREFIX.unfinished`` holds its tokens, the length of each document, and how far the files have been read.
+``PREFIX.unfinished`` has its tokens, the length of each document, and the progress of reading.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Output:
         sizes = {"tokens": self.progress.tokens * self.dtype.itemsize, "lengths": self.progress.documents * 4}
         for name, size in sizes.items():
             self._files[name] = open(self.folder / f"{name}.bin", "ab")
-            self._files[name].truncate(size)  # what was written after the last progress will be tokenized again
+            self._files[name].truncate(size)  # tokens after the last progress are written again
         return self
 
     def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool, read: Progress) -> None:

@@ -131,9 +131,9 @@ class HuggingFaceTokenizer:
     def _end_of_document(self, eod_token: str, eos_id: int | None) -> int:
         token_id = self.tokenizer.token_to_id(eod_token) if eod_token else eos_id
         if token_id is None:
-            hint = f"name the token that ends a document in {_EOD_KEY}"
+            hint = f"set {_EOD_KEY} to it"
             require(not eod_token, _EOD_KEY, eod_token, f"is no token of {self._spec}; name one of its tokens")
-            raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {hint}")
+            raise ConfigError(self._key, self._spec, f"does not name the token that ends a document; {hint}")
         return token_id
 
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
