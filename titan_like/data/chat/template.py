@@ -87,9 +87,7 @@ class Chat:
             else:
                 raise BadRecord("the record has messages, but the tokenizer's folder has no chat template")
         except (ConfigError, UnicodeEncodeError):  # the only errors of a tokenizer that could be read
-            raise BadRecord(
-                "the record contains text that cannot be tokenized, such as half a surrogate pair"
-            ) from None
+            raise BadRecord("the record has text that cannot be tokenized, such as half a surrogate pair") from None
         if not is_answer[1:].any():
             raise BadRecord("the record has no answer")
         return tokens, is_answer
