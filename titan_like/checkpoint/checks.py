@@ -49,10 +49,7 @@ _MUST_STAY = {
 def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resumes: bool = True) -> None:
     """Refuse a checkpoint of another model and, if the run ``resumes`` from it, of another optimizer or data.
 
-    A damaged checkpoint passes and fails when it is loaded.
-
-    Raises:
-        OtherRunError: the first difference.
+    A damaged checkpoint passes and fails when it is loaded. Raises an `OtherRunError` for the first difference.
     """
     try:
         state = read_run_state(path)

@@ -114,10 +114,8 @@ def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def hold_folder(key: str, folder: Path, lock: Path) -> None:
     """Lock a folder, which the setting ``key`` names, until `release` or the end of rank 0's process.
 
-    Every rank calls this. The lock file is next to the path ``lock``.
-
-    Raises:
-        ConfigError: another job has locked the folder and does not end soon, or the lock cannot be used.
+    Every rank calls this. The lock file is next to the path ``lock``. Raises a `ConfigError` if another job has locked
+    the folder and does not end soon, or if the lock cannot be used.
     """
     taken = "another job writes to this folder; stop it, or name another folder"
     refusal: list[str | None] = [None]
@@ -238,11 +236,7 @@ def reading(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def agree(reason: str | None) -> None:
-    """Raise on every rank if any rank fails. Every rank calls it.
-
-    Raises:
-        RunError: the first rank's reason.
-    """
+    """Raise a `RunError` with the first rank's reason on every rank if any rank fails. Every rank calls this."""
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     for rank, text in enumerate(reasons):
@@ -268,8 +262,7 @@ def is_checkpoint(path: Path) -> bool:
 def one_checkpoint(path: Path, key: str) -> Path:
     """``path`` if it is a step-N folder, or the newest checkpoint in it or in its folder "checkpoint".
 
-    Raises:
-        ConfigError: about the setting ``key``, if there is no checkpoint.
+    Raises a `ConfigError` about the setting ``key`` if there is no checkpoint.
     """
     newest = newest_in(path)
     if newest != path or is_checkpoint(path):
@@ -295,11 +288,7 @@ class CheckpointWeights:
     """The model description and the weights of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Read the metadata.
-
-        Raises:
-            RunError: it is damaged or inconsistent.
-        """
+        """Read the metadata. Raises a `RunError` if it is damaged or inconsistent."""
         self.path = path
         with reading(path):
             self.run = read_run_state(path)

@@ -44,11 +44,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function of that name.
-
-        Raises:
-            pickle.UnpicklingError: it is not one of tensor metadata.
-        """
+        """A class or function of tensor metadata. Raises an `UnpicklingError` for any other name."""
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
             return lambda *parts: "/".join(parts)  # plain text, whatever system wrote it
@@ -61,11 +57,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is not tensor metadata")
 
     def load_build(self) -> None:
-        """Set the fields of an instance.
-
-        Raises:
-            pickle.UnpicklingError: the target is not an instance of tensor metadata.
-        """
+        """Set the fields of an instance of tensor metadata. Raises an `UnpicklingError` for any other target."""
         state, instance = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(instance, TensorProperties) and isinstance(state, tuple):
             instance.__setstate__(state)  # sets only its own fields
@@ -152,10 +144,7 @@ def _is_as_written(archive: io.BytesIO) -> bool:
 
 
 def _check(metadata: Metadata) -> None:
-    """Check that every stored tensor is in a file of the same folder, and that no piece of it is missing.
-
-    A missing piece would silently stay uninitialised.
-    """
+    """Check that each tensor is in a file of the folder and has all its pieces, or a part would stay uninitialised."""
     for place in metadata.storage_data.values():
         name = getattr(place, "relative_path", None)
         if not isinstance(place, storage_info()) or not isinstance(name, str) or not is_file_name(name):

@@ -122,10 +122,7 @@ class Saver:
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
 
     def save(self, tensors: Tensors, run: RunState, saves: bool = True, exports: bool = False) -> None:
-        """Write, or start to write, a checkpoint, a Hugging Face folder or both; `finish` reports the outcome.
-
-        The previous save must be finished.
-        """
+        """Write a checkpoint, a Hugging Face folder or both, perhaps in the background; `finish` has the outcome."""
         assert self._save is None and self._group is not None
         self._due = [folder for folder, is_due in ((self.folder, saves), (self.exports_to, exports)) if is_due]
         self._save = _Save([checkpoint_path(folder, run.step) for folder in self._due])
@@ -153,8 +150,7 @@ class Saver:
     def finish(self) -> list[Path]:
         """Wait until the current save is done. Returns the folders that it wrote; empty if there was no save.
 
-        Raises:
-            SaveError: a folder could not be written. Earlier ones are untouched.
+        Raises a `SaveError` if a folder could not be written. Earlier ones are untouched.
         """
         save, self._save = self._save, None
         if save is None:

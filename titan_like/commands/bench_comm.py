@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--smallest", type=size_option, default="4k", help="bytes of the smallest buffers (4k)")
     parser.add_argument(
-        "--largest", type=size_option, default="1g", help="bytes of the largest buffers, 4 times as large each (1g)"
+        "--largest", type=size_option, default="1g", help="bytes of the largest buffers, in steps of 4 × (1g)"
     )
     parser.add_number("--seconds", float, least=1e-3, most=1e6, default=1.0, help="for each operation and size")
     parser.add_path("--picture", "draw bus bandwidths (needs matplotlib)", "FILE.png")
@@ -137,10 +137,7 @@ def sharing_of(group: dist.ProcessGroup, per_node: int) -> int:
 
 
 def seconds_of(run: Callable[[], None], device: torch.device, budget: float) -> float:
-    """Seconds of one run on the slowest process: the median over blocks of runs, ``budget`` seconds in total.
-
-    Every process of the default group calls this.
-    """
+    """Seconds of one run on the slowest of all processes, which call this: the median of blocks in ``budget`` s."""
 
     def block(runs: int) -> float:
         dist.barrier()

@@ -42,11 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
     parser.add_number("--workers", int, least=1, most=1024, default=1, help="processes that tokenize (default: 1)")
     parser.add_argument(
-        "--append_eod", choices=["true", "false"], default="true", help="end each document with the token for that"
+        "--append_eod", choices=["true", "false"], default="true", help="end each document with its token"
     )
-    parser.add_argument(
-        "--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines: what to do with bad records"
-    )
+    parser.add_argument("--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines")
     parser.add_path("--json", "file to write the counts to")
     return parser
 

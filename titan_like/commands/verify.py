@@ -36,12 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="number of processes of the job, if a shard degree of -1 leaves it open (default: the product of the "
         "degrees, with 2 data-parallel ranks if that is valid)",
     )
-    parser.add_argument(
-        "--full_size", action="store_true", help="keep the sizes of the model, sequences and microbatches"
-    )
-    parser.add_argument(
-        "--keep_layout", action="store_true", help="keep degrees above 4, whatever the number of processes"
-    )
+    parser.add_argument("--full_size", action="store_true", help="keep the sizes of model, sequences and microbatches")
+    parser.add_argument("--keep_layout", action="store_true", help="keep degrees above 4, for any number of processes")
     parser.add_argument("--gpus", action="store_true", help="use this machine's GPUs, one per process")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
     parser.add_argument("--verbose", action="store_true", help="print every row instead of one line per kind of run")

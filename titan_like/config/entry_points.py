@@ -83,8 +83,7 @@ def names_of(key: str, with_built_in: bool = True) -> list[str]:
 def find_entry(key: str, name: str) -> EntryPoint:
     """Find the object that setting ``key``, one of `NAMED`, refers to by ``name``.
 
-    Raises:
-        ConfigError: nothing has this name, or several packages define it, this one included.
+    Raises a `ConfigError` if nothing has this name, or several packages define it, this one included.
     """
     built_in, group = NAMED[key]
     local = [EntryPoint(name, built_in[name], group)] if name in built_in else []
@@ -126,10 +125,7 @@ def check_flavor(family: str, flavor: str, known: Iterable[str]) -> None:
 
 
 def wrong_names(settings: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each unknown name, and for a flavor that the family does not have.
-
-    ``settings``, by section and key, need not be valid.
-    """
+    """Yield an error for each unknown name or flavor in ``settings``, by section and key, which need not be valid."""
     tables = {section: table for section, table in settings.items() if isinstance(table, dict)}
     given = {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
     for key in NAMED:

@@ -22,10 +22,7 @@ NEXT_LINE = "\n       "  # aligned with what follows "error: "
 
 
 class ConfigError(ValueError):
-    """A setting, file or environment that the user has to change (exit code 2).
-
-    The message is one sentence: the key, its value, the reason and a hint.
-    """
+    """A setting, file or environment that the user has to change (exit code 2): key, value, reason and hint."""
 
     def __init__(self, key: str, value: object, reason: str) -> None:
         super().__init__(f"{shortened(printable(key))} = {_show(value)}: {reason}")

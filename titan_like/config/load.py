@@ -102,9 +102,8 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
     for dotted, value in values.items():
         section, _, key = dotted.partition(".")
         sections.setdefault(section, {})[key] = value
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    )
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
 
 
 _SECONDS_FOR_RANK_0 = 10
@@ -119,10 +118,7 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
 
     Precedence: command line > TOML file (``--job.config_file``) > ``stored``, settings by section, such as those in a
     checkpoint > default. The folder that `model.from` names sets the model and the tokenizer. ``--help`` prints every
-    key and exits.
-
-    Raises:
-        ConfigError: unknown keys, wrong types or values, or an unreadable file: all errors, one a line.
+    key and exits. Raises a `ConfigError` with a line for each unknown key, wrong value or unreadable file.
     """
     if any(word in ("-h", "--help") for word in argv):
         print(as_installed(format_help(os.path.basename(sys.argv[0]), JobConfig)))
@@ -243,9 +239,7 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
         weights = [weight_of(value) for value in values]
         if [weight is not None for weight in weights] == [True, False] * (len(values) // 2):
             path = next(filter(os.path.lexists, values[::2]), None)
-            reason = (
-                f"""is "{path}" a weight or the path that is there? Write '[0.7, "web", 0.3, "2024"]', as in TOML"""
-            )
+            reason = f"""is "{path}" a weight or an existing path? Write '[0.7, "web", 0.3, "2024"]', as in TOML"""
             require(path is None, dotted, values, reason)
             parsed[::2] = weights[::2]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed

@@ -124,10 +124,8 @@ def parse_json(text: str | bytes) -> Any:
 def find_config(path: str) -> str:
     """The TOML file of a run: ``path``, ``path``.toml, or the shipped file of this name.
 
-    NAME, NAME.toml and train_configs/NAME.toml name the same shipped file. Existing paths come first.
-
-    Raises:
-        ConfigError: there is no such file, but shipped files have similar names.
+    NAME, NAME.toml and train_configs/NAME.toml name the same shipped file. Existing paths come first. Raises a
+    `ConfigError` if there is no such file, but shipped files have similar names.
     """
     name = path.removeprefix("train_configs/").removesuffix(".toml")
     if os.path.lexists(path) or "/" in name:

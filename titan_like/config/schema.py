@@ -206,17 +206,13 @@ class Optimizer(Section):
         "clip_threshold": lambda optimizer: min(optimizer.clip_threshold, 0.5),
     }
 
-    name: str = option(
-        "adamw", "adamw, adafactor, muon (AdamW for all but the layers' matrices), sgd, or an installed package's"
-    )
+    name: str = option("adamw", "adamw, adafactor, muon (for the layers' matrices, else AdamW), sgd, or a package's")
     lr: float = option(3e-4, "peak learning rate", gt=0, le=1e6)
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW's decay rates of the two moments", strict=False)
     eps: float = option(1e-8, "AdamW's epsilon", ge=1e-30, le=1e6)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; vectors are not decayed", ge=0, le=1e6)
     implementation: Literal["for-loop", "foreach", "fused"] = option("fused", "kernel of adamw and sgd (foreach)")
-    relative_step: bool = option(
-        False, "adafactor: at update t use the rate min(0.01, 1/√t) × the schedule's factor, not optimizer.lr"
-    )
+    relative_step: bool = option(False, "adafactor: rate min(0.01, 1/√t) × the schedule's factor at update t, not lr")
     scale_parameter: bool = option(False, "adafactor: multiply the rate by the parameter's RMS, at least 0.001")
     clip_threshold: float = option(1.0, "adafactor: largest RMS of an update, before the rate", gt=0, le=1e6)
     decay_rate: float = option(0.8, "adafactor: at update t the second moment decays by 1 - t^-decay_rate", gt=0, le=1)
@@ -275,24 +271,16 @@ class Parallelism(Section):
     virtual_stages_per_rank: Layers = option(
         1, "stages per rank for interleaved schedules; zbv_zero_bubble and dualpipe_v always have 2", gt=0
     )
-    pipeline_layers: list[Layers] | None = option(
-        None, "layers of each stage, first to last (default: balanced, counting the output matrix)"
-    )
+    pipeline_layers: list[Layers] | None = option(None, "layers of each stage in order (default: balanced by FLOPs)")
     context_parallel_degree: Degree = option(1, "ranks of a context-parallel (CP) group")
     context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = option(
         "auto", "how a CP group attends to whole sequences (docs/long_context.md)"
     )
     expert_parallel_degree: Degree = option(1, "ranks of an expert-parallel (EP) group")
-    expert_tensor_parallel_degree: Degree = option(
-        1, "ranks that each expert's matrices are split over: 1 or tensor_parallel_degree"
-    )
+    expert_tensor_parallel_degree: Degree = option(1, "ranks that split each expert: 1 or tensor_parallel_degree")
     data_parallel_replicate_degree: Degree = option(1, "full replicas of the ZeRO-sharded group")
-    data_parallel_shard_degree: int = option(
-        -1, "ranks that ZeRO shards over; -1 uses all that the other degrees leave", ge=-1, le=2**20
-    )
-    zero_stage: int = option(
-        0, "ZeRO shards nothing (0), optimizer state (1), also gradients (2), also parameters (3)", ge=0, le=3
-    )
+    data_parallel_shard_degree: int = option(-1, "ranks that ZeRO shards over; -1: all that remain", ge=-1, le=2**20)
+    zero_stage: int = option(0, "sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters", ge=0, le=3)
 
 
 class ActivationCheckpoint(Section):
@@ -312,18 +300,14 @@ class ActivationCheckpoint(Section):
         ge=0,
         le=1,
     )
-    offload: bool = option(
-        False, "offload the layers' saved tensors to host memory, and prefetch them a layer ahead of the backward pass"
-    )
+    offload: bool = option(False, "offload the layers' saved tensors to host memory and prefetch them for backward")
 
 
 class Compile(Section):
     """torch.compile of the transformer layers."""
 
     enable: bool = option(False, "compile each transformer layer")
-    cudagraphs: bool = option(
-        False, "launch a step's passes as one CUDA graph: for one process whose host cannot keep up"
-    )
+    cudagraphs: bool = option(False, "launch a step as one CUDA graph: for one process whose host cannot keep up")
 
 
 class Float8(Section):

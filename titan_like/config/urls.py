@@ -138,6 +138,4 @@ def scheme_refusal(scheme: str) -> str | None:
         return f"is at {scheme}://, which needs a package: {known_implementations[scheme].get('err', scheme)}"
     except ValueError:
         pass
-    return (
-        f"is at {scheme}://, which is not supported; name a path on this machine, or a URL such as s3://bucket/folder"
-    )
+    return f"is at {scheme}://, which is not supported; name a path on this machine, or a URL such as s3://bucket/run"

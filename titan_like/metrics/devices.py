@@ -90,9 +90,8 @@ def check_device_table(key: str, table: Any) -> None:
 def device_to_table(device: Device) -> dict[str, Any]:
     """The inverse of `device_from`."""
     _, *values, peak, is_cpu = vars(device).values()
-    table = {
-        key: value if scale == 1 else value / scale for (key, scale), value in zip(_SCALES.items(), values, strict=True)
-    }
+    scaled = zip(_SCALES.items(), values, strict=True)
+    table = {key: value if scale == 1 else value / scale for (key, scale), value in scaled}
     return table | {"is_cpu": is_cpu, "peak": {dtype: rate / 1e12 for dtype, rate in peak.items()}}
 
 

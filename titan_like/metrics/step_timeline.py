@@ -27,10 +27,7 @@ _Span = TypeVar("_Span", Event, Phase)
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """A step, measured or simulated, in seconds from the start of its first pass.
-
-    ``clock_error`` bounds the error between times of different ranks.
-    """
+    """A step, measured or simulated: seconds from its first pass, by clocks that agree within ``clock_error``."""
 
     schedule: str
     pipeline_degree: int

@@ -59,12 +59,11 @@ def figures(timeline: StepTimeline) -> TimelineFigures:
     means, shares = timeline.mean_seconds(), rank_shares(timeline)
     stage_seconds = [sum(time for (_, owner), time in means.items() if owner == stage) for stage in stages]
     slowest = max(stages, key=stage_seconds.__getitem__)
+    ideal = ideal_bubble(timeline.schedule, degree, timeline.virtual_stages, timeline.num_microbatches)
     return TimelineFigures(
         bubble_fraction=bubble_fraction(timeline.passes, degree),
         bubble_fraction_simulated=bubble_fraction(as_simulated(timeline).passes, degree),
-        bubble_fraction_ideal=ideal_bubble(
-            timeline.schedule, degree, timeline.virtual_stages, timeline.num_microbatches
-        ),
+        bubble_fraction_ideal=ideal,
         slowest_stage=slowest,
         slowest_stage_excess=stage_seconds[slowest] / fmean(stage_seconds) - 1,
         exposed_communication=sum(share.exposed_communication for share in shares) / (degree * timeline.seconds),

@@ -72,10 +72,7 @@ class Chat:
         self.unread, self._kwargs = Counter[str](), template_kwargs or {}
 
     def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a record and whether each belongs to an answer: int64 and bool [tokens].
-
-        Raises a `BadRecord` if the record cannot be used.
-        """
+        """Tokens of a record, int64, and whether each belongs to an answer, bool: [tokens]. Raises a `BadRecord`."""
         conversation = read_conversation(record)
         if not any(conversation.learned):
             raise BadRecord('the record has no "assistant" that answers and is learned')
