@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from benchmarks.stacks import STACKS
-from titan_like.config.errors import problem_of
+from titan_like.config.errors import reason_of
 from titan_like.metrics.devices import find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -294,7 +294,7 @@ def _cells(table: dict[str, str]) -> _Cells:
     except ValidationError as error:
         first = error.errors()[0]
         name, value = first["loc"][0], "(blank)" if first["type"] == "missing" else first["input"]
-        raise ValueError(f"{name} = {value}: {problem_of(first)}") from None
+        raise ValueError(f"{name} = {value}: {reason_of(first)}") from None
 
 
 def _model(cells: _Cells, named_llama: bool) -> TransformerConfig:
@@ -312,7 +312,7 @@ def _model(cells: _Cells, named_llama: bool) -> TransformerConfig:
         sizes = {"max_seq_len": seq, "vocab_size": vocab}
         return _shape(named_llama or ffn != 4 * hidden, layers, hidden, heads, cells.kv_heads or heads, ffn, **sizes)
     except ValidationError as error:
-        raise ValueError(problem_of(error.errors()[0])) from None
+        raise ValueError(reason_of(error.errors()[0])) from None
 
 
 def _with_experts(name: str, cells: _Cells) -> TransformerConfig:

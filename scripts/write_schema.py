@@ -15,7 +15,7 @@ from titan_like.config.schema import JobConfig  # noqa: E402
 from titan_like.models.registry import config_class  # noqa: E402
 
 ABOUT = """A TOML file has a table for each section; on the command line a key is `--section.key VALUE`.
-[Configuration](configuration.md) says how they are read, and `python train.py --help` prints the same."""
+[Configuration](configuration.md) describes the file format, and `python train.py --help` prints the same."""
 FAMILIES = ("gpt", "decoder", "bert", "t5")  # llama and moe have fields of decoder
 
 

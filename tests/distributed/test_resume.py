@@ -13,7 +13,7 @@ from tests.e2e.jobs import records
 from tests.float64 import bound
 from titan_like.checkpoint.step_folders import complete_steps
 from titan_like.config.errors import RunError
-from titan_like.data.loading.open_source import go_on, open_data, phases_of
+from titan_like.data.loading.open_source import continue_after, open_data, phases_of
 from titan_like.train.job import process_group
 from titan_like.train.trainer import Trainer
 from titan_like.verify.dropout import recorded_draws
@@ -163,7 +163,7 @@ def test_a_resumed_run_goes_on_with_another_blend(tmp_path: Path) -> None:
         never = trainer_of(tmp_path, changed | {"data.paths": settings["data.paths"], "checkpoint.enable": False})
         steps_alone(never, 3)
         new = open_data(base_config(tmp_path, changed), never.run.model)["train"]
-        never.run.datasets["train"] = go_on(
+        never.run.datasets["train"] = continue_after(
             new, [*phases_of(never.run.datasets["train"]), *(p._replace(first=24) for p in phases_of(new))]
         )
         steps_alone(never, 3)

@@ -48,7 +48,7 @@ CASES = (
 --job.dump_folder={tmp}/text.txt => job.dump_folder ; {tmp}/text.txt ; cannot be created ; name one
 --checkpoint.enable --checkpoint.folder={tmp}/text.txt => checkpoint.folder ; {tmp}/text.txt ; cannot be created
 --checkpoint.enable --model.overrides.hidden_size=1048576 \
-=> {tmp}/out/checkpoint ; a checkpoint takes ; GiB left; make room
+=> {tmp}/out/checkpoint ; a checkpoint needs ; GiB left; make room
 --health.loss_spike_factor=6 --health.loss_spike_action=rewind => health.loss_spike_action ; "rewind" ; use "skip"
 --checkpoint.load_step=1 --checkpoint.enable=false => checkpoint.load_step = 1 ; checkpoint.enable
 --checkpoint.enable --checkpoint.load_step=7 \

@@ -188,7 +188,7 @@ def test_training_outlives_its_output(tmp_path: Path) -> None:
     process.stdout.close()
     told = [line for line in process.stderr if re.search("stdout|pipe|Traceback", line)]  # libraries say more at exit
     assert process.wait(90) == 0
-    assert told == ["stdout cannot be written (Broken pipe); training goes on without it\n"]
+    assert told == ["stdout cannot be written (Broken pipe); training continues without it\n"]
     assert steps(dump) == list(range(1, 13))
 
 

@@ -25,7 +25,7 @@ SETTINGS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
-    texts = [path.read_text(encoding="utf-8") for path in sorted((REPO / "titan_like").glob("data/*.py"))]
+    texts = [path.read_text(encoding="utf-8") for path in sorted((REPO / "titan_like/data").rglob("*.py"))]
     (folder / "corpus").mkdir()
     for number in range(3):
         pq.write_table(pa.table({"content": texts[number::3] * 2}), folder / "corpus" / f"{number}.parquet")

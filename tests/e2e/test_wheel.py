@@ -125,8 +125,8 @@ def test_commands_are_the_wheels(programs, run):
     files = run("python", "-c", "import sys, titan_like as t; print(t.__file__, t.load_config.__module__, *sys.path)")
     where, *path = files.split()
     assert where.startswith(str(programs.parent)) and str(REPO) not in path
-    cure = run("python", "-c", "from titan_like.config import synonyms; print(synonyms.cure_of('learning_rate'))")
-    assert cure == "did you mean optimizer.lr?\n"
+    hint = run("python", "-c", "from titan_like.config import synonyms; print(synonyms.hint_for('learning_rate'))")
+    assert hint == "did you mean optimizer.lr?\n"
     told = run("python", "-c", ALL_HELP).splitlines()
     assert sorted(told) == sorted(f"{name} True False" for name in COMMANDS)
 

@@ -26,7 +26,7 @@ def take_definitions(model: Transformer, config: JobConfig, in_pairs: bool = Fal
 
     ``in_pairs`` gives causal attention a mask of all pairs too, which a kernel rounds in another way.
     """
-    has_masks = config.data.tells_documents_apart or config.data.prefix_lm
+    has_masks = config.data.separates_documents or config.data.prefix_lm
     takes_pairs = has_masks or model_config(config.model).predictions != ("tokens",)
     if isinstance(model, Decoder):
         model.rotary_tables = partial(_rotary, model)  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tests.reference.objectives import lists_of
-from titan_like.config.entry_points import load_entry
+from titan_like.config.entry_points import find_dataset, load_entry
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
 from titan_like.data.loading import blend
@@ -25,7 +25,6 @@ from titan_like.data.loading.lengths import sample_length
 from titan_like.data.loading.permutation import Permutation
 from titan_like.data.readers import raw_text, shards
 from titan_like.data.readers.indexed import IndexedDataset
-from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.data.text.packed import corpus_folder, corpus_job
 from titan_like.data.text.tokenizer import ByteTokenizer, tokenizer_of

@@ -119,7 +119,7 @@ def problem_of(config: JobConfig, folder: Path, relay: tuple[tuple[int, int], ..
         for module, name, value in SHORT:
             stack.enter_context(patch.object(module, name, value))
         sources, masks = open_run_data(config, model)
-        ids = ids_of_tokenizer(section) if section.tells_documents_apart or not model.is_causal else TokenIds()
+        ids = ids_of_tokenizer(section) if section.separates_documents or not model.is_causal else TokenIds()
         for split in ("train", "validation"):
             source, defined = sources[split], define(config, split)
             if len(source) != len(defined):

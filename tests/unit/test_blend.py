@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from titan_like.checkpoint.step_folders import RunState
 from titan_like.config.schema import Data
 from titan_like.data.loading.blend import BLOCK, Blend, Phase
-from titan_like.data.loading.open_source import go_on, open_source, phases_of
+from titan_like.data.loading.open_source import continue_after, open_source, phases_of
 from titan_like.data.readers.indexed import IndexedWriter
 from titan_like.data.source import DataRequest, Source
 from titan_like.data.text.tokenizer import ByteTokenizer
@@ -180,7 +180,7 @@ def test_a_source_that_stays_goes_on_where_it_was(dataset: str, case: str, tmp_p
         numbers = json.loads(json.dumps(TypeAdapter(RunState).dump_python(stored)))
         history = [Phase(*phase) for phase in TypeAdapter(RunState).validate_python(numbers).phases]
         if number:
-            source = go_on(source, history)
+            source = continue_after(source, history)
             assert phases_of(source) == history
         weights = [path for path in paths if isinstance(path, float)] or [1.0]
         names = [path for path in paths if isinstance(path, str)]

@@ -32,8 +32,8 @@ def check(path: Path, settings: str) -> None:
 
 # Settings of the run that was saved | of the run now => what is said
 OTHERS = """
-| training.seq_len=128 => training.seq_len = 128: .* was saved with 64; keep that, or begin a run .*: model.from = "/
-model.family=t5 | model.family=t5 training.decoder_seq_len=40 => saved with 0; keep that, or begin a run .*: model.from
+| training.seq_len=128 => training.seq_len = 128: .* was saved with 64; keep that, or start a run .*: model.from = "/
+model.family=t5 | model.family=t5 training.decoder_seq_len=40 => saved with 0; keep that, or start a run .*: model.from
 | model.overrides.max_seq_len=2048 => was saved with 1024; that many positions are learned; keep that
 | model.overrides.num_layers=2 => model.overrides.num_layers = 2: .* was saved with 4; .*another folder
 model.overrides.tied_embeddings=false | model.overrides.tied_embeddings=true => tied_embeddings = true: .* with False

@@ -96,7 +96,7 @@ def test_override_is_read_as_the_setting_s_type(case):
 def test_a_word_that_may_be_a_weight_or_a_path_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "2023").mkdir()
-    with pytest.raises(ConfigError, match=r'^data\.paths = .*: is "2023" a weight or the path that is there\? W'):
+    with pytest.raises(ConfigError, match=r'^data\.paths = .*: is "2023" a weight or an existing path\? W'):
         load_config(["--data.paths", "2023", "web"])
     assert load_config(["--data.paths", "2022", "web"]).data.paths == [2022.0, "web"]
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.e2e.scripts import install
 from titan_like.config import ConfigError
-from titan_like.config.entry_points import DATASETS
+from titan_like.config.entry_points import DATASETS, find_dataset
 from titan_like.config.errors import RunError
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch
@@ -21,7 +21,6 @@ from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.loading.open_source import open_source
 from titan_like.data.readers import raw_text
 from titan_like.data.readers.indexed import StoredTokens
-from titan_like.data.registry import find_dataset
 from titan_like.data.source import SPLITS, DataRequest, Source
 from titan_like.data.text import long_text, preprocess
 from titan_like.data.text.packed import (

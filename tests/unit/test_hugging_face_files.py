@@ -366,7 +366,7 @@ def test_new_checkpoint_is_not_written_over_and_options_are_checked(tmp_path, mo
         ([*to_hf, "--output", f"{tmp_path}/new", "--tokenizer", "byte"], ['--tokenizer = "byte"', "257 tokens"]),
         (
             ["to-hf", "--checkpoint", f"{tmp_path}/empty", "--output", "x"],
-            ["--checkpoint", "holds no checkpoint (it is empty)"],
+            ["--checkpoint", "contains no checkpoint (it is empty)"],
         ),
         (["from-hf", "--input", f"{tmp_path}/empty", "--output", "x"], ["--input", "has no config.json"]),
     ]:

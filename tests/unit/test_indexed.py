@@ -131,7 +131,7 @@ REFUSED = {
     "an empty source": ([1, "A", 1, "E"], r"the training split of .*E has 0 tokens"),
     "a source named twice": ([1, "A", 3, "A"], "A.*is named twice; give it once"),
     "no path": ([], 'dataset "indexed" needs the paths'),
-    "another vocabulary": (["V"], "holds the token 400, but the model's vocab_size is 300"),
+    "another vocabulary": (["V"], "contains the token 400, but the model's vocab_size is 300"),
 }
 
 

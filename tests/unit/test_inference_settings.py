@@ -65,7 +65,7 @@ def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> 
         "hf": "is a Hugging Face folder, not a checkpoint; set model.from to it",
         "run/step-20": f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {tmp_path}/run",
         "none": "no such folder; train with checkpoint.enable first",
-        ".": "holds no checkpoint (only hf, run); train with checkpoint.enable first",
+        ".": "contains no checkpoint (only hf, run); train with checkpoint.enable first",
     }
     for folder, problem in told.items():
         for step in ([], ["--checkpoint.load_step=3"])[folder == "run/step-20" :]:
@@ -118,7 +118,7 @@ def test_a_folder_that_names_no_run(dump_folder: Path, tmp_path: Path) -> None:
     told = {
         "none": '--checkpoint = ".*/none": no such folder; name a step-N folder, a folder of them, or the dump folder',
         "best/run.json": '--checkpoint = ".*/best/run.json": is a file; name a step-N folder',
-        "": r"holds no checkpoint \(only best, run\); name a step-N folder",
+        "": r"contains no checkpoint \(only best, run\); name a step-N folder",
         "run --checkpoint.load_step=3": "checkpoint.load_step = 3: no such checkpoint in .*/checkpoint; there are 1, 2",
         "best --job.config_file=debug_gpt": "it holds the run's configuration; leave out --job.config_file",
         "best --training.lr=1": "training.lr = 1: unknown key",
@@ -166,7 +166,7 @@ def test_results_replace_nothing_but_json(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text(name)
     for name in names[:-1]:
-        with pytest.raises(ConfigError, match="is there already and is no result; name another file"):
+        with pytest.raises(ConfigError, match=r"exists and is not a [.]json file; choose another path"):
             check_output_file("--json", str(tmp_path / name))
     write_json(str(tmp_path / "old.json"), {})
     assert {name: (tmp_path / name).read_text() for name in names} == {n: n for n in names[:-1]} | {"old.json": "{}\n"}

@@ -143,7 +143,7 @@ def test_tokens_that_do_not_tell_words_are_refused(tmp_path: Path) -> None:
     file = str(tmp_path / "tokenizer.json")
     bpe(pre_tokenizers.Whitespace()).save(file)
     section = Data(tokenizer=file, mlm_whole_words=True)
-    with pytest.raises(ConfigError, match=r"data.mlm_whole_words = true: .*do not tell where words begin; set it to f"):
+    with pytest.raises(ConfigError, match=r"data.mlm_whole_words = true: .*do not mark where words begin; set it to f"):
         masks_of(JobConfig(data=section), BERT.model_copy(update={"vocab_size": 800}))
 
 

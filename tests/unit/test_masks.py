@@ -323,7 +323,7 @@ def test_a_token_that_the_model_has_not_is_named(tmp_path: Path, wrong: int) -> 
     path = write(tmp_path / "a", [1] * 200, [*[2] * 100, wrong, *[2] * 100])
     section = Data(dataset="indexed", paths=[path], split="1,0,0")
     source = open_source(DataRequest(section, "train", 8, 0, 257, tmp_path))
-    with pytest.raises(ConfigError, match=rf"data\.paths.*holds the token {wrong}.*vocab_size is 257") as error:
+    with pytest.raises(ConfigError, match=rf"data\.paths.*contains the token {wrong}.*vocab_size is 257") as error:
         for index in range(len(source)):
             source[index]
     assert path in str(error.value)

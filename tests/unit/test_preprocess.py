@@ -186,7 +186,7 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     (corpus / "0.txt").write_text("zero")  # its tokens are kept
     refused = run(*options)
     assert refused.returncode == 2
-    assert f"; delete {output}.unfinished, which keeps what is done, if you change anything but" in refused.stderr
+    assert f"; delete {output}.unfinished, which keeps the finished part, if you change anything but" in refused.stderr
     done = run(*options, "--bad_lines", "skip")
     assert done.returncode == 0, done.stderr
     assert f'skipped {corpus}/a.jsonl:3: the record has no text under "text"' in done.stderr
@@ -211,7 +211,7 @@ def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: 
     for unfit, words in {
         ("--output", "."): "is a folder; name the dataset in it, such as corpus",
         ("--input", "empty.txt"): "the file is empty; remove it",
-        ("--input", "object.json"): "holds neither a JSON array nor JSON objects; write it so",
+        ("--input", "object.json"): "contains neither a JSON array nor JSON objects; write it so",
     }.items():
         with pytest.raises(ConfigError) as error:
             main(["--input", "a.txt", "--output", "out", *unfit])

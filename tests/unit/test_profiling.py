@@ -109,7 +109,7 @@ def test_the_profiler_starts_up_before_the_step_that_it_records(
     for step in range(1, 12):  # the run ends before step 12
         run.step(step)
     assert calls == {"prepare_trace": [3, 6, 10], "start_trace": [5, 6]}
-    assert [step for step in range(1, 12) if run.profiler.looks_at(step)] == [3, 4, 5, 6, 10, 11]
+    assert [step for step in range(1, 12) if run.profiler.profiles(step)] == [3, 4, 5, 6, 10, 11]
     events = json.loads((tmp_path / "trace" / "step-5-rank-0.json").read_text())["traceEvents"]
     product = next(event for event in events if event.get("name") == "aten::matmul")
     assert product["args"]["Input Dims"] == [[4, 4], [4, 4]]

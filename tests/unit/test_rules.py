@@ -59,8 +59,8 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 '--training.batch_size_rampup=[4, 4]' --training.samples=100 => [4, 4] ; [start, increment, samples]
 1 '--training.batch_size_rampup=[0, 4, 10]' --training.samples=100 => three positive integers
 1 '--training.batch_size_rampup=[8, 0, 10]' --training.tokens=9999 => three positive integers
-1 '--training.batch_size_rampup=[32, 8, 10]' --training.samples=100 => reach global_batch_size (16)
-1 '--training.batch_size_rampup=[8, 3, 10]' --training.steps=100 => reach global_batch_size (16)
+1 '--training.batch_size_rampup=[32, 8, 10]' --training.samples=100 => end at global_batch_size (16)
+1 '--training.batch_size_rampup=[8, 3, 10]' --training.steps=100 => end at global_batch_size (16)
 1 '--training.batch_size_rampup=[12, 4, 10]' --training.steps=9 => batch_size_rampup ; 12 ; 8 or 16
 1 '--training.batch_size_rampup=[8, 8, 99]' --training.samples=7 => training.samples = 7 ; at least 8
 1 --training.epochs=2 --training.steps=9 => training.steps | samples | tokens | epochs ; 'epochs': 2.0 ; exactly one

@@ -96,7 +96,7 @@ def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
     assert "set model.overrides.vocab_size to 273" in refusal(small)
     assert "training.seq_len = 2: " in refusal(training={"seq_len": 2})
     told = refusal(training={"seq_len": 512, "decoder_seq_len": 113})
-    assert "training.decoder_seq_len = 113: the targets of 512 encoder positions take 114" in told
+    assert "training.decoder_seq_len = 113: the targets of 512 encoder positions need 114" in told
     told = refusal(data={"noise_density": 0.7, "mean_noise_span_length": 1.0})
     assert "data.noise_density = 0.7: " in told and "raise data.mean_noise_span_length" in told
 

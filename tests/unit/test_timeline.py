@@ -128,7 +128,7 @@ def test_report_says_what_the_figures_are():
     assert "after the last pass: optimizer 3,000.00 ms, step 36,000.00 ms" in text
     assert all(len(line) <= 110 for line in lines)
     alone = report(simulated("1f1b", 1, 1, 1, unit_time), "timeline")
-    assert "1 rank, 1 microbatch;" in alone and "compare within" not in alone
+    assert "1 rank, 1 microbatch;" in alone and "agree within" not in alone
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])

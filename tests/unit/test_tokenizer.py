@@ -130,7 +130,7 @@ def test_bad_tokenizers_are_refused_with_their_cure(tokenizer_json, gpt2_files, 
     for bad, words in {
         "nowhere.json": ["no such file", "nowhere.json", '"byte"'],
         str(broken): ["not a Hugging Face tokenizer.json"],
-        tokenizer_json(["?", "to"]): ["which of its tokens ends a document", "data.eod_token"],
+        tokenizer_json(["?", "to"]): ["name the token that ends a document", "data.eod_token"],
         vocab_and_merges.partition(",")[0]: ["must name two files", "gpt2:vocab.json,merges.txt"],
         "gpt2:a.json,b.txt": ["no such file as a.json"],
         f"gpt2:{broken},{broken}": ["not GPT-2's vocab.json and merges.txt"],

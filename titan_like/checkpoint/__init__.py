@@ -1,1 +1,1 @@
-"""Saving and loading runs."""
+"""Saving and loading checkpoints."""

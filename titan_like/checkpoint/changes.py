@@ -1,4 +1,4 @@
-"""What changes when a run goes on from a checkpoint with other settings than it was saved with."""
+"""Changes of settings and of the schedule when a run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_like.data.objectives.masks import MASK_SETTINGS
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.schedule import Schedule
 
-# Section → keys that decide what is learnt. `check_same_run` and the data's fingerprint refuse a change of the others.
+# Section → keys that affect training and may change. `check_same_run` and the data's fingerprint refuse other changes.
 _LEARNT: dict[str, tuple[str, ...]] = {
     "training": tuple(Training.model_fields),
     "optimizer": tuple(key for key in Optimizer.model_fields if key != "implementation"),
@@ -24,29 +24,28 @@ _LEARNT: dict[str, tuple[str, ...]] = {
 }
 _LENGTH_KEYS = ("steps", "samples", "tokens", "epochs", "global_batch_size", "batch_size_rampup")
 _LENGTH = tuple(f"training.{key}" for key in _LENGTH_KEYS)
-_OF_SCHEDULE = (*_LENGTH, "optimizer.lr", "optimizer.matrix_lr", "lr_scheduler.")  # how their keys begin
+_OF_SCHEDULE = (*_LENGTH, "optimizer.lr", "optimizer.matrix_lr", "lr_scheduler.")  # prefixes of keys
 
 
 def schedule_of(config: JobConfig, state: RunState | None) -> Schedule:
-    """The schedule of a run that goes on from a checkpoint, or of a new one (None).
+    """The schedule of a run that resumes from a checkpoint, or of a new run (None).
 
-    Raises a `ConfigError` if it has to come from a checkpoint that does not have one.
+    Raises a `ConfigError` if the checkpoint lacks the schedule that `lr_scheduler.resume` continues.
     """
     if state is None or state.step == 0 or config.lr_scheduler.resume == "recompute":
-        return Schedule.of(config, *(state.come_to(config.training) if state else ()))
+        return Schedule.of(config, *(state.progress(config.training) if state else ()))
     if state.schedule is None:
-        problem = f'an earlier version saved step {state.step}, without its schedule; use "recompute"'
-        raise ConfigError("lr_scheduler.resume", "continue", problem)
+        reason = f'an earlier version saved step {state.step}, without its schedule; use "recompute"'
+        raise ConfigError("lr_scheduler.resume", "continue", reason)
     return state.schedule
 
 
 def changes(state: RunState, config: JobConfig, model: TransformerConfig, schedule: Schedule) -> list[str]:
-    """A line for each change of a setting that decides what is learnt, if a run goes on from a checkpoint.
+    """A line for each change, in a resumed run, of a setting that affects training.
 
-    Changes that concern the learning rate share a line, which says what it is in the next step. ``schedule`` is the
-    run's from here on.
+    Changes of the learning rate's settings share a line, which shows its next value. ``schedule`` is the resumed run's.
     """
-    if state.step == 0:  # it may be a converted one, which no run has saved
+    if state.step == 0:  # perhaps a converted checkpoint
         return []
     default, now = JobConfig().model_dump(mode="json"), config.model_dump(mode="json")
     was = {name: default[name] | state.config.get(name, {}) for name in _LEARNT}  # an older one lacks newer keys

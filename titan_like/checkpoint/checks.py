@@ -1,4 +1,4 @@
-"""The checks of the folders that a run writes to, and that a checkpoint belongs to the run, before it starts."""
+"""Checks before a run starts: its folders are writable, and a checkpoint belongs to the run."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ _MUST_STAY = {
 def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resumes: bool = True) -> None:
     """Refuse a checkpoint of another model and, if the run ``resumes`` from it, of another optimizer or data.
 
-    A damaged one passes here and fails when it is loaded.
-
-    Raises:
-        OtherRunError: the first difference.
+    A damaged checkpoint passes and fails when it is loaded. Raises an `OtherRunError` for the first difference.
     """
     try:
         state = read_run_state(path)
@@ -68,16 +65,16 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
             continue
         if value != saved:
             then_text = "none" if saved is None else saved
-            cure = "keep that, or name another folder"
+            hint = "keep that, or name another folder"
             if key in _OF_LENGTH or key.startswith("model.overrides.rope_"):
-                cure = f'keep that, or begin a run from these weights: model.from = "{path}", another job.dump_folder'
+                hint = f'keep that, or start a run from these weights: model.from = "{path}", another job.dump_folder'
             if key == "model.overrides.max_seq_len" and "max_seq_len" not in model.not_in_weights:
-                cure = "that many positions are learned; keep that, and training.seq_len within it"
-            raise OtherRunError(key, value, f"{path} was saved with {then_text}; {cure}")
+                hint = "that many positions are learned; keep that, and training.seq_len within it"
+            raise OtherRunError(key, value, f"{path} was saved with {then_text}; {hint}")
 
 
 def _is_copied(spec: str, path: Path, section: Data) -> bool:
-    """Whether a tokenizer makes the same tokens of every text as the one that a checkpoint holds."""
+    """Whether a tokenizer has the same tokens for every text as the checkpoint's."""
     try:
         stored = tokenizer_in(path)
         specs = () if stored is None else (spec, stored)
@@ -87,7 +84,7 @@ def _is_copied(spec: str, path: Path, section: Data) -> bool:
 
 
 def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
-    """(setting, value, value in the checkpoint) of everything that describes the model."""
+    """(setting, value, value in the checkpoint) for the model's family and shape."""
     shape, fields = model.model_dump(mode="json"), type(model).model_fields
     family = ("model.family", config.model.family, state.config["model"]["family"])
     defaults = {key: fields[key].get_default(call_default_factory=True) for key in shape}
@@ -96,17 +93,17 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
 
 
 def usable_steps(folder: Path, load_step: int | None) -> list[int]:
-    """The steps of a run's checkpoints, or only ``load_step``; a `ConfigError` if there is no such checkpoint."""
+    """The steps of a run's checkpoints, or only ``load_step``. Raises a `ConfigError` if that is missing."""
     steps = complete_steps(folder)
     if load_step is None:
         return steps
-    cure = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-    require(load_step in steps, "checkpoint.load_step", load_step, f"no such checkpoint in {folder}; {cure}")
+    hint = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+    require(load_step in steps, "checkpoint.load_step", load_step, f"no such checkpoint in {folder}; {hint}")
     return [load_step]
 
 
 def newest_state(folder: Path, steps: list[int]) -> RunState | None:
-    """The content of the newest readable `run.json`; None if there is none. `resume` reports damaged checkpoints."""
+    """The newest readable `run.json`; None if there is none. `resume` reports damaged checkpoints."""
     for step in reversed(steps):
         with suppress(OSError, ValueError):
             return read_run_state(checkpoint_path(folder, step))
@@ -114,7 +111,7 @@ def newest_state(folder: Path, steps: list[int]) -> RunState | None:
 
 
 def check_writable(key: str, folder: Path, make: bool) -> None:
-    """Refuse a folder that cannot be written to; ``key`` is the setting to blame. If ``make``, it is created."""
+    """Refuse a folder, which setting ``key`` names, that cannot be written to. If ``make``, create it."""
     if isinstance(folder, RemotePath):
         probe = folder / f".probe-{uuid4().hex}"
         try:
@@ -123,33 +120,33 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
                 probe.write_bytes(b"")
                 probe.unlink()
         except OSError as error:
-            problem = f"cannot be written to ({error.strerror}); correct the URL, the credentials or the network"
-            raise ConfigError(key, str(folder), problem) from None
+            reason = f"cannot be written to ({error.strerror}); correct the URL, the credentials or the network"
+            raise ConfigError(key, str(folder), reason) from None
         return
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
         parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
-        problem = f"the folder cannot be created ({error.strerror}); name one that you may write to"
-        raise ConfigError(key, str(folder), problem) from None
-    problem = f"the folder cannot be created ({parent} is a file); name one that you may write to"
-    require(parent.is_dir(), key, str(folder), problem)
+        reason = f"the folder cannot be created ({error.strerror}); name one that you may write to"
+        raise ConfigError(key, str(folder), reason) from None
+    reason = f"the folder cannot be created ({parent} is a file); name one that you may write to"
+    require(parent.is_dir(), key, str(folder), reason)
     require(os.access(parent, os.W_OK), key, str(folder), f"the folder {parent} is not writable; name one that is")
 
 
 def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path, make: bool) -> bool:
-    """Check that the run can save to its checkpoint folder, and resume from what is there. If ``make``, it is created.
+    """Check that the run can save to its checkpoint folder and resume from it. If ``make``, create the folder.
 
     Returns whether there is a checkpoint to resume from.
 
     Raises:
-        ConfigError: the folder cannot be used, its checkpoints are of another run, or the learning rate's decay does
-            not fit the run that goes on from there.
+        ConfigError: the folder cannot be used, its checkpoints belong to another run, or the learning rate's decay does
+            not fit the resumed run.
     """
     check_writable("checkpoint.folder", folder, make)
     steps = usable_steps(folder, config.checkpoint.load_step)
-    if config.training.epochs is None:  # else the data says how long the run is
+    if config.training.epochs is None:  # else the length depends on the data
         check_schedule(config)
     for step in steps[-1:]:
         check_same_run(checkpoint_path(folder, step), config, model)
@@ -157,7 +154,7 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
 
 
 def check_schedule(config: JobConfig) -> None:
-    """Raise a `ConfigError` if the learning rate's decay does not fit the run, which may go on from a checkpoint."""
+    """Raise a `ConfigError` if the learning rate's decay does not fit the new or resumed run."""
     state, folder = None, checkpoint_folder(config)
     if config.checkpoint.enable:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
@@ -170,12 +167,12 @@ def check_room(folder: Path, needed: int) -> None:
     if isinstance(folder, RemotePath):
         return
     free = shutil.disk_usage(folder).free + leftover_bytes(folder)
-    problem = f"a checkpoint takes {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
-    require(free >= needed, "checkpoint.folder", str(folder), f"{problem}; make room, or name a folder on another disk")
+    reason = f"a checkpoint needs {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
+    require(free >= needed, "checkpoint.folder", str(folder), f"{reason}; make room, or name a folder on another disk")
 
 
 def checkpoint_bytes(config: JobConfig, model: TransformerConfig) -> int:
-    """Approximate size of a checkpoint: master weights and the optimizer's state, as of a matrix in the layers."""
+    """Approximate size of a checkpoint: master weights and optimizer state, as for the layers' matrices."""
     element, state = 8 if config.training.dtype == "float64" else 4, optimizer_state(config.optimizer)
     trained = model.num_parameters()
     if config.lora.rank:

@@ -1,4 +1,4 @@
-"""The tensors of a run by their names in a checkpoint, and loading them in any layout or one by one."""
+"""Tensors of a run by their names in a checkpoint, and loading them in any layout or one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from titan_like.checkpoint.step_folders import (
     sweep,
 )
 from titan_like.config.errors import ConfigError, RunError, first_line, require
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import Data, TokenOptions
 from titan_like.config.urls import StorageError
 from titan_like.models.hugging_face import family_module
@@ -39,16 +39,14 @@ from titan_like.parallel.model import ParallelModel
 from titan_like.torch_private import LocalShardsWrapper, StridedShard, with_local_tensor
 
 _BUFFERS = "buffers."
-_TIME_TO_END = 10.0  # seconds that a stopped job is given to end
-_SAYS_TOKENS = ("dataset", "tokenizer", *TokenOptions._fields)
+_TIME_TO_END = 10.0  # seconds to wait for a stopped job to end
+_TOKEN_KEYS = ("dataset", "tokenizer", *TokenOptions._fields)
 
 
 def model_tensors(model: ParallelModel | nn.Module, base: bool = False) -> dict[str, torch.Tensor]:
-    """Weights by name; a sharded weight is a DTensor, which knows its place in the full tensor.
+    """Weights by name, as DTensors if they are sharded, and persistent buffers, such as the loads of experts.
 
     With ``base``, the weights of a model without adapters, else the trained weights.
-
-    Buffers that belong to a model's state, such as the loads of experts, have names of their own.
     """
     modules = [model] if isinstance(model, nn.Module) else [stage.module for stage in model.stages]
     params = {name for module in modules for name, _ in module.named_parameters()}
@@ -69,7 +67,7 @@ def optimizer_tensors(model: ParallelModel | nn.Module, optimizer: torch.optim.O
 
 
 def in_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with what torch's checkpoints need to know where shards of several parts are."""
+    """The tensors, with shards of several parts as a `LocalShardsWrapper`, which torch's checkpoints support."""
     result = {}
     for name, tensor in tensors.items():
         result[name] = tensor
@@ -98,7 +96,7 @@ def forget_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that the first step would create, with a step of learning rate 0 that changes no weight."""
+    """Create the optimizer state by a step with learning rate 0, which changes no weight."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.init_state()  # without the collectives of a step
         return
@@ -116,10 +114,8 @@ def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def hold_folder(key: str, folder: Path, lock: Path) -> None:
     """Lock a folder, which the setting ``key`` names, until `release` or the end of rank 0's process.
 
-    Every rank calls this. The lock's file is next to the path ``lock``.
-
-    Raises:
-        ConfigError: another job holds the folder and does not end soon, or the lock cannot be used.
+    Every rank calls this. The lock file is next to the path ``lock``. Raises a `ConfigError` if another job has locked
+    the folder and does not end soon, or if the lock cannot be used.
     """
     taken = "another job writes to this folder; stop it, or name another folder"
     refusal: list[str | None] = [None]
@@ -135,12 +131,12 @@ def hold_folder(key: str, folder: Path, lock: Path) -> None:
 def resume(
     folder: Path, is_usable: Callable[[int], bool], model: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> RunState | None:
-    """Load the newest checkpoint for which ``is_usable(step)`` holds and which is not damaged; print the damaged ones.
+    """Load the newest undamaged checkpoint for which ``is_usable(step)`` is true, and print the damaged ones.
 
-    Every rank calls it. It first locks the folder. Returns None if the folder has no usable checkpoint.
+    Every rank calls this. It first locks the folder. Returns None if the folder has no usable checkpoint.
 
     Raises:
-        ConfigError: another job holds the folder; see `hold_folder`.
+        ConfigError: another job has locked the folder; see `hold_folder`.
         RunError: there are usable checkpoints but none of them loads.
     """
     hold_folder("checkpoint.folder", folder, folder)
@@ -179,7 +175,7 @@ def load_checkpoint(
     """Load a checkpoint into the model and the optimizer, in any layout.
 
     Without an optimizer only weights and buffers are loaded, with ``base`` as in `model_tensors`. Weights of the
-    modules ``may_lack``, and buffers, stay as they are if the checkpoint does not have them.
+    modules ``may_lack``, and buffers, keep their values if the checkpoint lacks them.
 
     Raises:
         Exception: of any type, on every rank, if a file is damaged.
@@ -209,7 +205,7 @@ def unreadable(path: Path) -> str | None:
     try:
         read_run_state(path)
         TensorReader(path).read_metadata()
-    except StorageError:  # this does not mean damage: the job ends, rather than go on from an older checkpoint
+    except StorageError:  # not damage: the job ends instead of resuming from an older checkpoint
         raise
     except Exception as error:  # whatever a damaged file raises
         return first_line(error)
@@ -229,32 +225,28 @@ def first_failure(error: BaseException) -> str:
 
 
 @contextmanager
-def reading(path: Path, cure: str = "") -> Iterator[None]:
-    """Turn whatever a damaged checkpoint raises into a `RunError`, which ends with ``cure``."""
+def reading(path: Path, hint: str = "") -> Iterator[None]:
+    """Turn any error of a damaged checkpoint into a `RunError`, which ends with ``hint``."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
             yield
     except (CheckpointException, Exception) as error:  # the former is a BaseException
-        raise RunError(f"{path} cannot be loaded ({first_failure(error)}){cure}") from error
+        raise RunError(f"{path} cannot be loaded ({first_failure(error)}){hint}") from error
 
 
-def agree(problem: str | None) -> None:
-    """Raise on every rank if any rank has a problem. Every rank calls it.
-
-    Raises:
-        RunError: the first rank's problem.
-    """
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
+def agree(reason: str | None) -> None:
+    """Raise a `RunError` with the first rank's reason on every rank if any rank fails. Every rank calls this."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    for rank, text in enumerate(reasons):
         if text is not None:
             raise RunError(f"rank {rank}: {text}")
 
 
 @torch.no_grad()
 def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None) -> None:
-    """Copy tied tables that this process holds twice, because only one of them was loaded."""
+    """Update the second copies of tied tables, because only the first ones were loaded."""
     for copy, original in model.copies():
         copy.copy_(original)
         if optimizer is not None:
@@ -264,50 +256,45 @@ def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint."""
-    return file_problem(path / RUN_FILE) is None
+    return unreadable_reason(path / RUN_FILE) is None
 
 
 def one_checkpoint(path: Path, key: str) -> Path:
     """``path`` if it is a step-N folder, or the newest checkpoint in it or in its folder "checkpoint".
 
-    Raises:
-        ConfigError: it is none of these; ``key`` is the setting to blame.
+    Raises a `ConfigError` about the setting ``key`` if there is no checkpoint.
     """
     newest = newest_in(path)
     if newest != path or is_checkpoint(path):
         return newest
-    cure = "name a step-N folder, a folder of them, or the dump folder of a run with checkpoint.enable"
-    raise ConfigError(key, str(path), problem_without_checkpoints(path, cure))
+    hint = "name a step-N folder, a folder of them, or the dump folder of a run with checkpoint.enable"
+    raise ConfigError(key, str(path), reason_without_checkpoints(path, hint))
 
 
-def problem_without_checkpoints(path: Path, cure: str) -> str:
-    """Why a path is not a folder of checkpoints, as the predicate of a sentence that ends with ``cure``."""
+def reason_without_checkpoints(path: Path, hint: str) -> str:
+    """Why a path is not a folder of checkpoints, as the predicate of a sentence that ends with ``hint``."""
     if is_checkpoint(path):
         return f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {path.parent}"
     if (path / "config.json").is_file():
         return "is a Hugging Face folder, not a checkpoint; set model.from to it"
     if not path.is_dir():
-        return f"{'is a file' if path.exists() else 'no such folder'}; {cure}"
+        return f"{'is a file' if path.exists() else 'no such folder'}; {hint}"
     names = sorted(file.name for file in path.iterdir())
     content = f"only {', '.join(names[:3])}{' and so on' if len(names) > 3 else ''}" if names else "it is empty"
-    return f"holds no checkpoint ({content}); {cure}"
+    return f"contains no checkpoint ({content}); {hint}"
 
 
 class CheckpointWeights:
     """The model description and the weights of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        """Read the metadata.
-
-        Raises:
-            RunError: it is damaged or inconsistent.
-        """
+        """Read the metadata. Raises a `RunError` if it is damaged or inconsistent."""
         self.path = path
         with reading(path):
             self.run = read_run_state(path)
             self.family: str = self.run.config["model"]["family"]
-            data = {name: value for name, value in self.run.config["data"].items() if name in _SAYS_TOKENS}
-            self.data = Data.model_validate(data)  # as far as it says which tokens a text becomes
+            data = {name: value for name, value in self.run.config["data"].items() if name in _TOKEN_KEYS}
+            self.data = Data.model_validate(data)  # only the keys that determine the tokens of a text
             self.model = config_class(self.family).model_validate(self.run.model)
             self._reader = TensorReader(path)
             self._stored = self._reader.read_metadata().state_dict_metadata
@@ -324,7 +311,7 @@ class CheckpointWeights:
         return tensor
 
     def _check(self) -> None:
-        if self.run.base:  # it has adapters alone
+        if self.run.base:  # it has only adapters
             return
         described = set()
         for parameter in family_module(self.family).stored_parameters(self.model):
@@ -335,5 +322,5 @@ class CheckpointWeights:
             described.add(name)
         for name in self._stored:
             if name.startswith("model.") and name not in described:
-                problem = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
-                raise ValueError(problem)
+                reason = f"stored_parameters of {self.family!r} does not describe {name!r} for the shape in run.json"
+                raise ValueError(reason)

@@ -1,4 +1,4 @@
-"""Reading sharded checkpoints without trusting them: only objects of tensor metadata are ever constructed."""
+"""Reads untrusted sharded checkpoints: only objects of tensor metadata are ever constructed."""
 
 from __future__ import annotations
 
@@ -38,22 +38,17 @@ _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 class _MetadataUnpickler(pickle._Unpickler):
     """Allows only the classes of tensor metadata, and sets only the fields of their instances.
 
-    It derives from the unpickler written in Python, because BUILD has to be replaced: the original one can also change
-    classes of this process.
+    It derives from the unpickler written in Python to replace BUILD, which can also change classes of this process.
     """
 
     dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function of that name.
-
-        Raises:
-            pickle.UnpicklingError: it is not one of tensor metadata.
-        """
+        """A class or function of tensor metadata. Raises an `UnpicklingError` for any other name."""
         module = module.replace("pathlib._local", "pathlib")  # the name in Python 3.13
         if module == "pathlib" and name in _PATHS:
-            return lambda *parts: "/".join(parts)  # plain text here, whatever machine wrote it
-        # Python 3.11.0 to 3.11.3 pickle a member of an enum so; old protocols have the module's name in Python 2.
+            return lambda *parts: "/".join(parts)  # plain text, whatever system wrote it
+        # Python 3.11.0 to 3.11.3 pickle members of enums so; old protocols have the module's name in Python 2.
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -62,11 +57,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is not tensor metadata")
 
     def load_build(self) -> None:
-        """Set the fields of an instance.
-
-        Raises:
-            pickle.UnpicklingError: the target is not an instance of tensor metadata.
-        """
+        """Set the fields of an instance of tensor metadata. Raises an `UnpicklingError` for any other target."""
         state, instance = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(instance, TensorProperties) and isinstance(state, tuple):
             instance.__setstate__(state)  # sets only its own fields
@@ -97,7 +88,7 @@ class TensorReader(FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Names, shapes and places of the stored tensors. The file is read once, however often tensors are loaded.
+        """Names, shapes and places of the stored tensors. The file is read only once.
 
         Raises:
             pickle.UnpicklingError: the file holds anything else, places a tensor outside the checkpoint's folder, or
@@ -124,7 +115,7 @@ class TensorReader(FileSystemReader):
         """
         try:
             return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:  # torch's message explains how to run the pickle anyway
+        except pickle.UnpicklingError as error:  # torch's message tells the user how to run the pickle anyway
             raise pickle.UnpicklingError("a file of the checkpoint holds something that is not a tensor") from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
@@ -142,7 +133,7 @@ class TensorReader(FileSystemReader):
 
 
 def _is_as_written(archive: io.BytesIO) -> bool:
-    """Whether every record of a zip archive is stored as it is and matches its checksum."""
+    """Whether every record of a zip archive is stored uncompressed and matches its checksum."""
     try:
         with ZipFile(archive) as directory:
             records = directory.infolist()
@@ -153,10 +144,7 @@ def _is_as_written(archive: io.BytesIO) -> bool:
 
 
 def _check(metadata: Metadata) -> None:
-    """Check that every stored tensor is in a file of the same folder, and that its pieces cover it.
-
-    A missing piece would silently stay uninitialised.
-    """
+    """Check that each tensor is in a file of the folder and has all its pieces, or a part would stay uninitialised."""
     for place in metadata.storage_data.values():
         name = getattr(place, "relative_path", None)
         if not isinstance(place, storage_info()) or not isinstance(name, str) or not is_file_name(name):
@@ -169,5 +157,5 @@ def _check(metadata: Metadata) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is a file's, without a folder."""
+    """Whether a name is a file name without a folder."""
     return name not in ("", ".", "..") and "/" not in name

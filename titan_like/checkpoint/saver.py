@@ -1,4 +1,4 @@
-"""Writing checkpoints, synchronously or while training continues."""
+"""Writes checkpoints, synchronously or while training continues."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,8 +46,8 @@ Tensors = dict[str, torch.Tensor]
 # Writes this rank's share of a checkpoint's Hugging Face folder: (checkpoint, folder, (rank, ranks)).
 Export = Callable[[Path, Path, tuple[int, int]], object]
 
-# While a thread writes, the training thread waits up to this long for the GIL each time that it has released it. With
-# Python's default of 5 ms, that would slow down every operator.
+# While a thread writes, the training thread waits up to this long each time it reacquires the GIL. Python's default of
+# 5 ms would slow down every operator.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -54,21 +55,21 @@ class SaveError(Exception):
     """A checkpoint could not be written; the message is one sentence, the same on every rank."""
 
     def __init__(self, sentence: str, saved: list[Path]) -> None:
-        """``saved`` are folders that are complete nevertheless."""
+        """``saved``: folders that are complete nevertheless."""
         super().__init__(sentence)
         self.saved = saved
 
 
 def background_group() -> dist.ProcessGroup:
-    """A process group of all ranks for the thread that saves: its collectives must not mix with training's."""
+    """A process group of all ranks for the saving thread, whose collectives must not mix with training's."""
     return dist.new_group(backend="gloo")
 
 
 class DurableFiles(FileSystem):
     """The files of a checkpoint that is being written; each is on disk once it is closed.
 
-    Tensor files begin with a mark of their checkpoint, so a file from another checkpoint is recognised. torch's own
-    readers work too, because the metadata gives the offset of each tensor.
+    Tensor files begin with a mark of their checkpoint, so that a file from another checkpoint is detected. torch's own
+    readers work too, because the metadata has the offset of each tensor.
     """
 
     def __init__(self, mark: str) -> None:
@@ -93,7 +94,7 @@ class TensorWriter(FileSystemWriter):
         self.save_id, self.fs = mark, DurableFiles(mark)
 
     def storage_meta(self) -> StorageMeta:
-        """The metadata's description of the checkpoint: plain texts, which need no class to be read."""
+        """The metadata's description of the checkpoint, as plain text, which is unpickled without a class."""
         return StorageMeta(str(self.path), self.save_id)
 
 
@@ -110,27 +111,24 @@ class Saver:
     def __init__(self, folder: Path, section: CheckpointSection, exports_to: Path, export: Export) -> None:
         self.folder, self.keep_latest, self.in_background = folder, section.keep_latest, section.async_
         self.exports_to, self.export = exports_to, export
-        # Made before training, where a failure costs least, and only for runs that save: gloo polls all the time.
+        # Created before training, where a failure costs least, and only for runs that save, because gloo polls.
         self._group = background_group() if section.enable or section.hugging_face_interval else None
         if section.hugging_face_interval and dist.get_rank() == 0:
             sweep(exports_to)
         self._save: _Save | None = None
         self._copies: Tensors = {}
         self.files: dict[str, bytes] = {}  # files that rank 0 adds to each checkpoint, by name
-        # Called in the thread before it copies, with the event that something waits for the copies.
+        # Called in the thread before it copies, with the event `_Save.is_awaited`.
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
 
     def save(self, tensors: Tensors, run: RunState, saves: bool = True, exports: bool = False) -> None:
-        """Write a checkpoint, a Hugging Face folder or both, or start to; `finish` reports the outcome.
-
-        The previous save must be finished.
-        """
+        """Write a checkpoint, a Hugging Face folder or both, perhaps in the background; `finish` has the outcome."""
         assert self._save is None and self._group is not None
         self._due = [folder for folder, is_due in ((self.folder, saves), (self.exports_to, exports)) if is_due]
         self._save = _Save([checkpoint_path(folder, run.step) for folder in self._due])
         self._saved: list[Path] = []
         if not self.in_background:
-            self._save.problem = self._write(tensors, run)
+            self._save.reason = self._write(tensors, run)
             return
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
         ready = torch.cuda.current_stream().record_event() if on_gpu else None
@@ -150,10 +148,9 @@ class Saver:
         return self._save is not None and self._save.thread is not None and self._save.thread.is_alive()
 
     def finish(self) -> list[Path]:
-        """Wait until the current save is done. Returns the folders that it wrote, none if there was no save.
+        """Wait until the current save is done. Returns the folders that it wrote; empty if there was no save.
 
-        Raises:
-            SaveError: a folder could not be written. Earlier ones are untouched.
+        Raises a `SaveError` if a folder could not be written. Earlier ones are untouched.
         """
         save, self._save = self._save, None
         if save is None:
@@ -163,9 +160,9 @@ class Saver:
             save.thread.join()
         if save.crash is not None:
             raise save.crash
-        if save.problem is not None:
+        if save.reason is not None:
             path = next(path for path in save.paths if path not in self._saved)
-            raise SaveError(f"{path} is not saved ({save.problem}); earlier checkpoints are intact", self._saved)
+            raise SaveError(f"{path} is not saved ({save.reason}); earlier checkpoints are intact", self._saved)
         return self._saved
 
     def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:
@@ -177,7 +174,7 @@ class Saver:
             self.before_copy(save.is_awaited)
             copies = self._copy(tensors, ready)
             save.is_copied.set()
-            save.problem = self._write(copies, run)
+            save.reason = self._write(copies, run)
         except BaseException as error:  # `finish` raises it
             save.crash = error
         finally:
@@ -185,7 +182,7 @@ class Saver:
             save.is_copied.set()
 
     def _copy(self, tensors: Tensors, ready: torch.cuda.Event | None) -> Tensors:
-        """Copies of the tensors in host memory, with the values that they had at the event ``ready``."""
+        """Copies of the tensors in host memory, with their values at the event ``ready``."""
         stream = None if ready is None else torch.cuda.Stream(ready.device)
         with torch.cuda.stream(stream):  # nothing without a stream
             if ready is not None:
@@ -205,66 +202,66 @@ class Saver:
         return with_local_tensor(tensor, copy) if isinstance(tensor, DTensor) else copy
 
     def _write(self, tensors: Tensors, run: RunState) -> str | None:
-        """Why a folder could not be written, the same on every rank; None if all were."""
+        """Why a folder could not be written, the same on every rank; None if all are written."""
         exports, step = self.exports_to in self._due, run.step
         weights = unfinished_path(self.exports_to, step) / "weights"  # removed again
         folder = self.folder if self.folder in self._due else weights
-        problem = self._of_weights(tensors)
-        if problem is None and exports:
-            problem = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
-        problem = problem or self._write_checkpoint(tensors, run, folder)
-        if problem is None and exports:
-            problem = self._write_export(checkpoint_path(folder, step), weights, step)
-        if problem is not None:
+        reason = self._not_finite(tensors)
+        if reason is None and exports:
+            reason = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
+        reason = reason or self._write_checkpoint(tensors, run, folder)
+        if reason is None and exports:
+            reason = self._write_export(checkpoint_path(folder, step), weights, step)
+        if reason is not None:
             for folder in self._due:
                 self._on_first_rank(partial(sweep, folder))
-        return problem
+        return reason
 
     def _write_checkpoint(self, tensors: Tensors, run: RunState, folder: Path) -> str | None:
-        problem = self._on_first_rank(partial(begin_checkpoint, folder, run.step))
-        if problem is None:
+        reason = self._on_first_rank(partial(begin_checkpoint, folder, run.step))
+        if reason is None:
             try:
                 mark = [uuid4().hex]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
                 writer = TensorWriter(unfinished_path(folder, run.step), mark[0])
                 dcp.save(in_parts(tensors), storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
-                problem = self._explained(first_failure(error), tensors, folder)
-        if problem is None:
-            # After skipped steps the weights may be ruined, so do not remove older checkpoints for this one.
+                reason = self._explained(first_failure(error), tensors, folder)
+        if reason is None:
+            # After skipped steps the weights may be bad, so keep all older checkpoints.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
-            problem = self._on_first_rank(partial(complete_checkpoint, folder, run, keep, self.files))
-        if problem is None and folder == self.folder:
+            reason = self._on_first_rank(partial(complete_checkpoint, folder, run, keep, self.files))
+        if reason is None and folder == self.folder:
             self._saved.append(checkpoint_path(folder, run.step))
-        return problem
+        return reason
 
     def _write_export(self, checkpoint: Path, weights: Path, step: int) -> str | None:
-        """Write the Hugging Face folder of a checkpoint, which is in ``weights`` if it serves only this."""
+        """Write the Hugging Face folder of a checkpoint, perhaps one of weights alone, and remove ``weights``."""
         rank, unfinished = dist.get_rank(), weights.parent
         with TemporaryDirectory() if isinstance(unfinished, RemotePath) else nullcontext(unfinished) as name:
             folder = Path(name)
-            problem = self._on_each_rank(partial(self.export, checkpoint, folder, (rank, dist.get_world_size())))
-            problem = problem or self._on_first_rank(partial(remove, weights))
+            reason = self._on_each_rank(partial(self.export, checkpoint, folder, (rank, dist.get_world_size())))
+            reason = reason or self._on_first_rank(partial(remove, weights))
             if isinstance(unfinished, RemotePath):
                 put = partial(upload, folder, unfinished)
                 for is_turn in (rank > 0, rank == 0):  # the file that makes it complete is rank 0's
-                    problem = problem or self._on_each_rank(put if is_turn else lambda: None)
-        problem = problem or self._on_first_rank(partial(complete, self.exports_to, step, self.keep_latest))
-        if problem is None:
+                    reason = reason or self._on_each_rank(put if is_turn else lambda: None)
+        reason = reason or self._on_first_rank(partial(complete, self.exports_to, step, self.keep_latest))
+        if reason is None:
             self._saved.append(checkpoint_path(self.exports_to, step))
-        return problem
+        return reason
 
-    def _explained(self, problem: str, tensors: Tensors, folder: Path) -> str:
-        """The reason of a failed save, with a full disk added, because torch's writer does not report it."""
-        texts, needed = [problem], sum(local(tensor).nbytes for tensor in tensors.values())
+    def _explained(self, reason: str, tensors: Tensors, folder: Path) -> str:
+        """The reason of a failed save, with a full disk named, which torch's writer does not report."""
+        texts, needed = [reason], sum(local(tensor).nbytes for tensor in tensors.values())
         is_here = dist.get_rank() == 0 and not isinstance(folder, RemotePath)
         if is_here and shutil.disk_usage(folder).free < needed:
-            texts = [f"the disk is full; {problem}"]
+            texts = [f"the disk is full; {reason}"]
         dist.broadcast_object_list(texts, src=0, group=self._group)
         return texts[0]
 
-    def _of_weights(self, tensors: Tensors) -> str | None:
-        """Why the tensors must not be saved, because they would replace good ones; None if they are finite."""
+    def _not_finite(self, tensors: Tensors) -> str | None:
+        """The reason not to save tensors that are not finite and would replace good ones, or None."""
         parts = [local(tensor) for tensor in tensors.values()]
         extremes = [torch.stack(torch.aminmax(part)) for part in parts if part.is_floating_point() and part.numel()]
         is_bad = torch.tensor(int(not all(pair.isfinite().all() for pair in extremes)))
@@ -273,33 +270,33 @@ class Saver:
 
     def _on_first_rank(self, action: Callable[[], object]) -> str | None:
         """Run an action on files on rank 0. Returns its error on every rank, or None."""
-        problems: list[str | None] = [None]
+        reasons: list[str | None] = [None]
         if dist.get_rank() == 0:
             try:
                 action()
             except OSError as error:
-                problems = [first_line(error)]
-        dist.broadcast_object_list(problems, src=0, group=self._group)
-        return problems[0]
+                reasons = [first_line(error)]
+        dist.broadcast_object_list(reasons, src=0, group=self._group)
+        return reasons[0]
 
     def _on_each_rank(self, action: Callable[[], object]) -> str | None:
         """Run an action on files on every rank. Returns the first rank's error on every rank, or None."""
-        problem, problems = None, [None] * dist.get_world_size()
+        reason, reasons = None, [None] * dist.get_world_size()
         try:
             action()
         except Exception as error:  # a damaged file may raise anything
-            problem = f"rank {dist.get_rank()}: {first_line(error)}"
-        dist.all_gather_object(problems, problem, group=self._group)
-        return next((text for text in problems if text is not None), None)
+            reason = f"rank {dist.get_rank()}: {first_line(error)}"
+        dist.all_gather_object(reasons, reason, group=self._group)
+        return next((text for text in reasons if text is not None), None)
 
 
+@dataclass
 class _Save:
     """The state of one save."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-        self.problem: str | None = None
-        self.crash: BaseException | None = None
-        self.thread: threading.Thread | None = None
-        self.is_copied = threading.Event()
-        self.is_awaited = threading.Event()
+    paths: list[Path]
+    reason: str | None = None
+    crash: BaseException | None = None
+    thread: threading.Thread | None = None
+    is_copied: threading.Event = field(default_factory=threading.Event)
+    is_awaited: threading.Event = field(default_factory=threading.Event)

@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: which of them are complete, and how a checkpoint becomes complete.
+"""The folder of a run's checkpoints: finding complete ones, and completing a checkpoint atomically.
 
-``<folder>/step-<N>/`` holds the sharded tensors that torch.distributed.checkpoint writes, and ``run.json``: the step,
+``<folder>/step-<N>/`` has the sharded tensors that torch.distributed.checkpoint writes, and ``run.json``: the step,
 the data cursor, the loss scaler, the configuration, and checksums of itself and of the tensors' metadata (each tensor
 has its own, see `reader`). It is written as ``step-<N>.unfinished``, flushed to disk and renamed, so a crash at
-any moment leaves earlier checkpoints whole.
+any moment leaves earlier checkpoints intact.
 
-On object storage, where nothing is renamed, it is complete while it has ``run.json``, which is written last and removed
-first. Hugging Face folders of a run become complete in the same way, there with ``config.json``.
+On object storage, which has no rename, it is complete while it has ``run.json``, which is written last and removed
+first. Hugging Face folders of a run are completed in the same way, with ``config.json``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zlib import crc32
 from pydantic import Field, TypeAdapter, ValidationError
 
 from titan_like.config.errors import first_line
-from titan_like.config.paths import check_folder, file_problem, parse_json
+from titan_like.config.paths import check_folder, parse_json, unreadable_reason
 from titan_like.config.schema import JobConfig, Training
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.loading.batch_size import in_samples, total_steps
@@ -61,8 +61,8 @@ class RunState:
     recent_losses: list[float] = field(default_factory=list)  # the window that loss spikes are detected with
     consecutive_skips: _Count = 0
     data: str = ""  # fingerprint of the training tokens
-    readers: dict[str, list[_Count]] = field(default_factory=dict)  # where a stream's readers go on
-    versions: dict[str, str] = field(default_factory=dict)  # versions of the libraries that wrote it
+    readers: dict[str, list[_Count]] = field(default_factory=dict)  # where a stream's readers continue
+    versions: dict[str, str] = field(default_factory=dict)  # of the libraries that wrote it
     run_id: str = ""  # the same in every checkpoint of a run, however often it was resumed
     schedule_batch_size: _Count = 0  # as the run began; older versions do not have it
     schedule: Schedule | None = None  # older versions do not have it
@@ -71,15 +71,15 @@ class RunState:
     phases: list[tuple[_Count, list[str], list[_Count]]] = field(default_factory=list)  # see `data.blend.Phase`
     base: dict[str, str] = field(default_factory=dict)  # "folder" and "fingerprint" under adapters; "adapters"
 
-    def come_to(self, training: Training) -> tuple[int, int, int]:
-        """The steps and samples so far, and the batch size in which the schedule of a run that goes on counts."""
+    def progress(self, training: Training) -> tuple[int, int, int]:
+        """The steps and samples so far, and the batch size in which a resumed run's schedule counts."""
         began, then = self.schedule_batch_size, self.config["training"].get("global_batch_size")
         batch_size = (began or then if self.consumed_samples else None) or training.global_batch_size
         return self.step, self.consumed_samples, batch_size
 
 
 def checkpoint_folder(config: JobConfig) -> Path:
-    """Where a run keeps its checkpoints."""
+    """The folder of a run's checkpoints."""
     return folder_of_settings({"dump_folder": config.job.dump_folder}, {"folder": config.checkpoint.folder})
 
 
@@ -112,7 +112,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 def newest_in(path: Path) -> Path:
     """The newest checkpoint of a run's dump folder or folder of checkpoints; any other path itself."""
-    is_run = all(file_problem(path / marker) == "does not exist" for marker in _MARKERS)
+    is_run = all(unreadable_reason(path / marker) == "does not exist" for marker in _MARKERS)
     for folder in (path, path / "checkpoint") if is_run else ():
         if steps := complete_steps(folder):
             return checkpoint_path(folder, steps[-1])
@@ -120,24 +120,24 @@ def newest_in(path: Path) -> Path:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint's folder is there, and everything in it."""
+    """Whether a checkpoint's folder exists with all its files."""
     if isinstance(path, RemotePath):
         return any((path / marker).is_file() for marker in _MARKERS)
     return path.is_dir()
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; None if it has another name."""
+    """The step in the name of a checkpoint's folder; None for another name."""
     match = re.fullmatch(_STEP, path.name)
     return int(match[1]) if match else None
 
 
 def read_run_state(path: Path) -> RunState:
-    """Read `run.json`. Checksums that it lacks, for example in a file edited by hand, are not compared.
+    """Read `run.json`. Missing checksums, for example after an edit by hand, are not compared.
 
     Raises:
-        ValueError: this file is not JSON, it or the tensors' metadata does not match its checksum, this is not the file
-            of a run or of the step that the folder is named after, or the folder holds a pipe or a device.
+        ValueError: this file is not JSON, it or the tensors' metadata does not match its checksum, it does not describe
+            a run or belongs to another step than the folder's, or the folder has a pipe or a device.
         OSError: a file is missing.
     """
     if not isinstance(path, RemotePath):
@@ -175,10 +175,10 @@ def _as_json(numbers: dict[str, Any]) -> str:
 
 
 def begin_checkpoint(folder: Path, step: int) -> None:
-    """Create the folder of an unfinished checkpoint. One process calls it while no other writes to the folder."""
+    """Create the folder of an unfinished checkpoint. One process calls this while no other writes to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = unfinished_path(folder, step)
-    if isinstance(path, RemotePath) and is_complete(path):  # a run that went back passes this step again
+    if isinstance(path, RemotePath) and is_complete(path):  # the run went back and repeats this step
         _withdraw(path)
     sweep(folder)
     path.mkdir(exist_ok=True)
@@ -197,14 +197,14 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: di
 
 
 def complete(folder: Path, step: int, keep_latest: int) -> None:
-    """Give a folder whose files are on disk its final name. One process calls it.
+    """Give a folder whose files are on disk its final name. One process calls this.
 
-    If ``keep_latest`` is above 0, only this one and the newest before it are kept, that many in total.
+    If ``keep_latest`` is above 0, keep only the newest folders up to this one, that many in total.
     """
     final, unfinished = checkpoint_path(folder, step), unfinished_path(folder, step)
     flush(unfinished)
     if not isinstance(folder, RemotePath):
-        if final.exists():  # a run that went back passes this step again
+        if final.exists():  # the run went back and repeats this step
             os.rename(final, final.with_name(final.name + REPLACED))
         os.rename(unfinished, final)
         flush(folder)
@@ -216,7 +216,7 @@ def complete(folder: Path, step: int, keep_latest: int) -> None:
 
 
 def _withdraw(path: Path) -> None:
-    """Let a complete checkpoint become an unfinished one, which `sweep` removes."""
+    """Turn a complete checkpoint into an unfinished one, which `sweep` removes."""
     if isinstance(path, RemotePath):
         for marker in _MARKERS:
             (path / marker).unlink(missing_ok=True)
@@ -225,10 +225,9 @@ def _withdraw(path: Path) -> None:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove what interrupted saves left behind. A checkpoint whose replacement was never completed gets its name back.
+    """Remove leftovers of interrupted saves. A checkpoint whose replacement was never completed gets its name back.
 
-    Returns the names of incomplete checkpoints that were removed. One process calls it while no other writes to the
-    folder.
+    Returns the names of removed incomplete checkpoints. One process calls this while no other writes to the folder.
     """
     removed = []
     for path in _leftovers(folder, REPLACED):
@@ -244,7 +243,7 @@ def sweep(folder: Path) -> list[str]:
 
 
 def _leftovers(folder: Path, ending: str) -> list[Path]:
-    """Folders that interrupted saves left behind, whose names have this ending; on object storage, no ending."""
+    """Folders of interrupted saves, whose names have this ending; on object storage, no ending."""
     if not isinstance(folder, RemotePath):
         return list(folder.glob(f"step-*{ending}"))
     paths = folder.iterdir() if ending == UNFINISHED else ()
@@ -261,8 +260,8 @@ def leftover_bytes(folder: Path) -> int:
 def written_aside(final: Path) -> Iterator[Path]:
     """A folder to write to, renamed to ``final`` when everything in it is on disk, or removed after an exception.
 
-    One process writes it. ``final`` must not exist or must be an empty folder. To object storage the files are copied,
-    last the one that makes the folder a checkpoint or a Hugging Face folder.
+    One process writes it. ``final`` must not exist or must be an empty folder. Files are copied to object storage, the
+    one that makes the folder complete last.
     """
     if isinstance(final, RemotePath):
         with TemporaryDirectory() as name:
@@ -280,7 +279,7 @@ def written_aside(final: Path) -> Iterator[Path]:
 
 
 def upload(folder: Path, final: RemotePath) -> None:
-    """Copy a folder to object storage, the file last that makes it complete there."""
+    """Copy a folder to object storage, the file that makes it complete there last."""
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     for file in sorted(files, key=lambda file: str(file) in _MARKERS):
         with (final / file).storage() as (system, path):
@@ -294,7 +293,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def flush(path: str | os.PathLike[str]) -> None:
-    """Wait until the content of a file, or the entries of a folder, are on disk. Object storage has waited already."""
+    """Wait until the content of a file, or the entries of a folder, are on disk. Does nothing on object storage."""
     if isinstance(path, RemotePath):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -305,16 +304,18 @@ def flush(path: str | os.PathLike[str]) -> None:
 
 
 def is_resumable(config: JobConfig) -> tuple[bool, str]:
-    """Whether a run that has ended has steps left and a checkpoint to resume from, and a sentence that says so."""
+    """Whether an ended run has steps left and a checkpoint to resume from, and a sentence for the user."""
     if not config.checkpoint.enable:
         return False, "not resumable: checkpoint.enable is false"
     if config.checkpoint.load_step is not None:
         return False, f"not resumable: every start goes back to checkpoint.load_step = {config.checkpoint.load_step}"
-    folder, so_far, training = checkpoint_folder(config), (0, 0), config.training
+    folder, training = checkpoint_folder(config), config.training
+    so_far = (0, 0)  # steps and samples
     newest = max(complete_steps(folder), default=0)
     with suppress(OSError, ValueError):
         state = read_run_state(checkpoint_path(folder, newest))
-        so_far, training = state.come_to(training)[:2], in_samples(training, state.epoch_samples)
+        so_far = state.progress(training)[:2]
+        training = in_samples(training, state.epoch_samples)
     total = total_steps(training, *so_far)
     # Looked up by name, because the listing of a network file system may lag behind.
     newest = total if is_complete(checkpoint_path(folder, total)) else newest
@@ -332,8 +333,8 @@ def hold(folder: Path, taken: str, patience: float) -> str | None:
     """Lock the folder until `release` or the end of this process, waiting at most ``patience`` seconds. The lock file
     is next to the folder.
 
-    Returns None if the lock is held; ``taken`` if another process holds it; or a sentence about the lock file if that
-    cannot be used. On a file system without locks and on object storage it also returns None, and nobody is kept out.
+    Returns None if this process has the lock; ``taken`` if another one has it; or a sentence about a lock file that
+    cannot be used. On a file system without locks and on object storage it returns None without locking.
     """
     if isinstance(folder, RemotePath):
         return None
@@ -359,6 +360,6 @@ def hold(folder: Path, taken: str, patience: float) -> str | None:
 
 
 def release() -> None:
-    """Unlock every folder that this process holds."""
+    """Unlock every folder that this process has locked."""
     while _locks:
         os.close(_locks.pop())

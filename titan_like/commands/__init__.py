@@ -1,5 +1,5 @@
-"""The command lines: parsing of arguments and printing, over the other packages.
+"""The command lines: parsing of arguments and printing.
 
-A module's `main(argv)` returns the exit code. Its `run()` is what the installed command (titan-plan) and the file in a
-checkout (scripts/plan.py) call.
+A module's `main(argv)` returns the exit code. The installed command (titan-plan) and the script in a checkout
+(scripts/plan.py) call its `run()`.
 """

@@ -3,7 +3,7 @@
 Times all-reduces, all-gathers, reduce-scatters, all-to-alls and messages between neighbours, from --smallest to
 --largest bytes, in the groups of each dimension of the mesh that the run's layout has (without settings, all processes
 together), and between two nodes if there are several. All groups of a dimension communicate at the same time, as in
-training. Bandwidths are defined as in nccl-tests. A planner's profile takes the file that --json writes:
+training. Bandwidths are defined as in nccl-tests. The planner reads the file that --json writes:
 python scripts/plan.py predict --profile P --links FILE.json.
 """
 
@@ -39,11 +39,11 @@ _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options that the measurement adds to a run's settings. Of these only the layout counts."""
+    """The options of the measurement, in addition to a run's settings, of which only the layout is used."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--smallest", type=size_option, default="4k", help="bytes of the smallest buffers (4k)")
     parser.add_argument(
-        "--largest", type=size_option, default="1g", help="bytes of the largest buffers, 4 times as large each (1g)"
+        "--largest", type=size_option, default="1g", help="bytes of the largest buffers, in steps of 4 × (1g)"
     )
     parser.add_number("--seconds", float, least=1e-3, most=1e6, default=1.0, help="for each operation and size")
     parser.add_path("--picture", "draw bus bandwidths (needs matplotlib)", "FILE.png")
@@ -70,18 +70,20 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 def main(argv: list[str]) -> int:
     """Measure and print."""
     options, settings = build_parser().parse_known_args(argv)
-    sizes, config, processes = sizes_of(options), load_config(settings), number_of_processes()
+    sizes = sizes_of(options)
+    config = load_config(settings)
+    processes = number_of_processes()
     check_picture("--picture", options.picture)
-    problem = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
-    require(processes != 1, "processes", 1, problem)
+    reason = "there is nothing to communicate; start several, with torchrun --nproc_per_node=2"
+    require(processes != 1, "processes", 1, reason)
     layout, per_node = resolve_layout(config.parallelism, processes), environment_number("LOCAL_WORLD_SIZE", processes)
     check_meeting()
     device = select_device("float32")
-    buffers, room = 3, host_memory_bytes() // per_node  # gloo takes one more, for all-gathers and others
+    buffers, room = 3, host_memory_bytes() // per_node  # gloo needs one more, for all-gathers and others
     if device.type == "cuda":
         buffers, room = 2, torch.cuda.mem_get_info(device)[0]
-    problem = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
-    require(buffers * sizes[-1] <= 0.8 * room, "--largest", options.largest, problem)
+    reason = f"{buffers} buffers of this size need more than the {room / 2**30:.3g} GiB of a process; lower it"
+    require(buffers * sizes[-1] <= 0.8 * room, "--largest", options.largest, reason)
     rows: list[Measurement] = []
     with process_group(device):
         is_first = dist.get_rank() == 0
@@ -116,9 +118,9 @@ def main(argv: list[str]) -> int:
 
 
 def between_nodes(processes: int, per_node: int) -> dist.ProcessGroup | None:
-    """This rank's group with the rank of the same number on the neighbouring node; None if there is one node.
+    """This rank's group with the same local rank of the neighbouring node; None if there is one node.
 
-    All pairs of nodes communicate at once. If the number of nodes is odd, the ranks of the last one only wait.
+    All pairs of nodes communicate at once. If the number of nodes is odd, the ranks of the last node only wait.
     """
     if processes < 2 * per_node:
         return None
@@ -129,16 +131,13 @@ def between_nodes(processes: int, per_node: int) -> dist.ProcessGroup | None:
 
 
 def sharing_of(group: dist.ProcessGroup, per_node: int) -> int:
-    """How many groups like this one use a node's links to others at the same time; 0 if this one stays in its node."""
+    """Number of groups like this one that share a node's links to other nodes; 0 if this group stays in its node."""
     nodes = [rank // per_node for rank in dist.get_process_group_ranks(group)]
     return 0 if len(set(nodes)) == 1 else per_node // nodes.count(nodes[0])
 
 
 def seconds_of(run: Callable[[], None], device: torch.device, budget: float) -> float:
-    """Seconds of one run on the slowest process: the median of blocks of runs that take ``budget`` seconds together.
-
-    Every process of the default group calls it.
-    """
+    """Seconds of one run on the slowest of all processes, which call this: the median of blocks in ``budget`` s."""
 
     def block(runs: int) -> float:
         dist.barrier()
@@ -149,7 +148,7 @@ def seconds_of(run: Callable[[], None], device: torch.device, budget: float) -> 
         _finish(device)
         return (time.perf_counter() - start) / runs
 
-    with warnings.catch_warnings():  # two functions have new names in later versions
+    with warnings.catch_warnings():  # two functions are renamed in later versions
         warnings.simplefilter("ignore", FutureWarning)
         block(1)  # connects
         runs = min(_MOST_RUNS, max(1, int(budget / _BLOCKS / largest(block(1), device))))

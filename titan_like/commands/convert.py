@@ -35,14 +35,10 @@ def build_parser() -> argparse.ArgumentParser:
         choices=["float32", "bfloat16", "float16"],
         help="type of the weights (default: float32, or the original type of an imported checkpoint)",
     )
-    to_hf.add_number(
-        "--max_shard_size", float, least=1e-6, most=1e6, default=5.0, metavar="GB", help="of a file (default: 5)"
-    )
+    to_hf.add_number("--max_shard_size", float, least=1e-6, most=1e6, default=5.0, metavar="GB", help="(default: 5)")
     meaning = 'a value of data.tokenizer, or "none" (default: the checkpoint\'s)'
     to_hf.add_path("--tokenizer", meaning, "TOKENIZER", type=tokenizer_option)
-    to_hf.add_argument(
-        "--merge", action="store_true", help="of a run with adapters: merge them, instead of writing a PEFT folder"
-    )
+    to_hf.add_argument("--merge", action="store_true", help="merge adapters instead of writing a PEFT folder")
     from_hf = commands.add_parser("from-hf", help="write a checkpoint that training can start from")
     source = "folder with config.json and safetensors files, or a name of the Hugging Face hub"
     from_hf.add_path("--input", source, "FOLDER", type=url_option, required=True)

@@ -1,13 +1,13 @@
-"""Predict what a run will take before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
+"""Predict the time and memory of a run before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
 
 predict    step time and memory of the configuration on its cluster, with breakdowns and an error band
-search     the fastest of all valid layouts for --gpus, why others are slower, days, and a TOML to train from
+search     the fastest valid layout for --gpus, the reasons why others are slower, days, and a TOML for training
 capacity   the largest model that trains on one node and on the cluster, and the fewest nodes for the run's own
 duration   days for --tokens, at the predicted rate or at --tflops per GPU
 simulate   the pipeline of one step, pass by pass, as text and picture, next to a measured step if one is given
 calibrate  fit a profile's constants to measured rows, and report the errors on rows that were left out of the fit
 microbenchmark
-           measure this machine and write a profile of it; the only command that runs anything
+           measure this machine and write a profile of it; the only command that runs kernels
 
 Each command has a --help. Exit codes: 0 done; 1 if the run does not fit into memory (predict) or the model fits on no
 number of nodes (capacity); 2 bad input.
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     command.add_options(parser)
     options, settings = parser.parse_known_args(argv[1:])
     outcome = command.run(options, settings)
-    if outcome.text:  # only one of several processes has any
+    if outcome.text:  # only one of several processes prints
         print(outcome.text)
     for path, text in outcome.files.items():
         write_output_file(path, text)

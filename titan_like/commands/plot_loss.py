@@ -1,8 +1,8 @@
 """Show a run's loss: python scripts/plot_loss.py --job.config_file train_configs/debug_gpt.toml
 
-Prints the curve and draws it, with validation curves, in loss.png in the run's folder, or in --out, if matplotlib is
-installed. --runs outputs/a outputs/b draws several runs over one another, with a table of their losses, tokens and
-time, and of the settings in which they differ.
+Prints the curve and, if matplotlib is installed, draws it with validation curves in loss.png in the run's folder, or in
+--out. --runs outputs/a outputs/b draws several runs in one plot, with a table of losses, tokens, time and settings that
+differ.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
     key = "--runs" if options.runs else "job.dump_folder"
     folders = {_name(folder, paths): folder for folder in paths}
     runs = {name: _curves(folder, key) for name, folder in folders.items()}
-    width, losses = min(100, shutil.get_terminal_size().columns - 10), {name: runs[name]["loss"] for name in runs}
+    width = min(100, shutil.get_terminal_size().columns - 10)
+    losses = {name: curves["loss"] for name, curves in runs.items()}
     if len(runs) == 1 and (sys.stdout.encoding or "").lower().startswith("utf"):
         print(text_curve(next(iter(losses.values())), width))
     else:
@@ -70,7 +71,7 @@ def _curves(folder: Path, key: str) -> dict[str, Curve]:
 
 def _name(folder: Path, folders: list[Path]) -> str:
     """The folder's name, or its path if another run's folder has the same name."""
-    names = [other.name for other in {folder.resolve() for folder in folders}]
+    names = [path.name for path in {folder.resolve() for folder in folders}]
     return printable(folder.resolve().name if names.count(folder.resolve().name) == 1 else str(folder))
 
 

@@ -2,10 +2,10 @@
 
 python scripts/preprocess_data.py --input corpus/ more.jsonl.gz --output data/corpus --tokenizer t.json --workers 8
 
-Reads JSON lines (one document a line), JSON arrays (one an element), parquet and arrow (one a row) and text (one a
-file). All but parquet and arrow may be compressed (.gz, .bz2, .xz, .zst). A folder means what Hugging Face's
-load_dataset(folder, split="train") or load_from_disk reads of it, or all files if nothing tells splits apart. If the
-job is interrupted, the same command continues where it stopped. Megatron-LM can read the result.
+Reads JSON lines (one document per line), JSON arrays (one per element), parquet and arrow (one per row) and text (one
+per file). All but parquet and arrow may be compressed (.gz, .bz2, .xz, .zst). A folder is read as by Hugging Face's
+load_dataset(folder, split="train") or load_from_disk, or whole if it has no splits. After an interruption, the same
+command continues where it stopped. Megatron-LM can read the result.
 """
 
 from __future__ import annotations
@@ -42,27 +42,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
     parser.add_number("--workers", int, least=1, most=1024, default=1, help="processes that tokenize (default: 1)")
     parser.add_argument(
-        "--append_eod", choices=["true", "false"], default="true", help="end each document with the token for that"
+        "--append_eod", choices=["true", "false"], default="true", help="end each document with its token"
     )
-    parser.add_argument(
-        "--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines: what to do with bad records"
-    )
+    parser.add_argument("--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines")
     parser.add_path("--json", "file to write the counts to")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Tokenize what the command line names."""
+    """Tokenize the files that the command line names."""
     options = build_parser().parse_args(argv)
     prefix = prefix_of(options.output)
-    problem = f"is a folder; name the dataset in it, such as {Path(options.output, 'corpus')}"
+    reason = f"is a folder; name the dataset in it, such as {Path(options.output, 'corpus')}"
     is_folder = options.output.endswith("/") or os.path.isdir(prefix)
-    require(not is_folder, "--output", options.output, problem)
+    require(not is_folder, "--output", options.output, reason)
     unfinished = Path(f"{prefix}.unfinished")
     for ending in ("bin", "idx"):
-        is_moved = ending == "bin" and unfinished.exists()  # by a job that was interrupted then
-        problem = f"{prefix}.{ending} exists; remove it or name another place"
-        require(is_moved or not os.path.exists(f"{prefix}.{ending}"), "--output", str(prefix), problem)
+        is_moved = ending == "bin" and unfinished.exists()  # by an interrupted job
+        reason = f"{prefix}.{ending} exists; remove it or name another place"
+        require(is_moved or not os.path.exists(f"{prefix}.{ending}"), "--output", str(prefix), reason)
     tokens = TokenOptions(options.bos, options.eod_token, options.split_special_tokens == "true")
     build_tokenizer(options.tokenizer, "--tokenizer", tokens)
     files = find_files(options.input, "--input")
@@ -75,14 +73,14 @@ def main(argv: list[str]) -> int:
         bad_lines=options.bad_lines,
         key="--input",
         tokenizer_key="--tokenizer",
-        cure="correct it, set --text_key, or leave such records out with --bad_lines skip",
+        hint="correct it, set --text_key, or leave such records out with --bad_lines skip",
     )
     began = time.monotonic()
     try:
         done = tokenize_files(job, prefix, options.workers)
     except ConfigError as error:
         if error.key == job.key and unfinished.exists():
-            effect = "which keeps what is done, if you change anything but --bad_lines and --workers"
+            effect = "which keeps the finished part, if you change anything but --bad_lines and --workers"
             error.args = (f"{error}; delete {unfinished}, {effect}",)
         raise
     seconds = time.monotonic() - began

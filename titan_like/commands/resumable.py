@@ -1,7 +1,7 @@
-"""Should a run that has ended be started again? python scripts/resumable.py --job.config_file FILE.toml
+"""Whether an ended run can be resumed: python scripts/resumable.py --job.config_file FILE.toml
 
 Exits with 0 if the run stopped before its last step and has a checkpoint to resume from, with 1 if it is finished or
-cannot resume, with 2 after bad input. Takes the same arguments as train.py.
+cannot resume, with 2 after bad input. It has the arguments of train.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Measure which layout trains fastest: python scripts/search.py --job.config_file FILE.toml --processes 1,2,4 ...
 
-Trains a run for some steps in one layout after the other, each under a torchrun of its own. Writes to --dump_folder
-results.csv and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which
-scripts/plan.py calibrate fits a profile. --grid names a TOML with the values of each key to combine; --top K takes the
-planner's K best layouts for each number of processes; without --profile, it first measures a CPU for the planner, once.
-Out of memory is a result. A search that was ended goes on where it left off. In a Slurm job, trials run on its nodes.
+Trains a run for some steps in one layout after the other, each in its own torchrun. Writes to --dump_folder results.csv
+and .json, throughput.png, best.toml (the run in its fastest layout) and rows.json, to which scripts/plan.py calibrate
+fits a profile. --grid names a TOML with the values of each key to combine; --top K measures the planner's K best
+layouts for each number of processes; without --profile, it first measures a CPU for the planner, once. Out of memory is
+a result. An interrupted search continues where it stopped. In a Slurm job, trials run on its nodes.
 Exit codes: 0 done, 1 no layout trained, 2 bad input.
 """
 
@@ -30,22 +30,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_path("--dump_folder", "folder of the results", "OUT", required=True)
     parser.add_path("--grid", "the values to combine (docs/search.md)", "GRID.toml")
     parser.add_number(
-        "--top", int, least=1, most=1e5, metavar="K", help="layouts that the planner chooses (default: 8)"
+        "--top", int, least=1, most=1e5, metavar="K", help="the planner's layouts to measure (default: 8)"
     )
     parser.add_path("--profile", "a shipped one or a TOML file; {processes} in its name is replaced", "PROFILE")
     parser.add_number("--warmup", int, least=0, default=3, help="steps before the measured ones (default: 3)")
     parser.add_number("--steps", int, least=1, default=5, help="measured steps; their median counts (default: 5)")
     parser.add_number("--timeout", float, least=1, most=1e6, default=600.0, help="seconds of a trial (default: 600)")
-    parser.add_number(
-        "--memory_gib", float, least=0.1, help="memory of a process (default: without GPUs, its share of the machine's)"
-    )
+    parser.add_number("--memory_gib", float, least=0.1, help="memory of a CPU process (default: its share)")
     return parser
 
 
 def check_options(options: argparse.Namespace) -> list[int]:
     """Refuse the first option that is out of range; returns the numbers of processes."""
-    problem = "the grid says what to measure; give --grid or --top"
-    require(options.grid is None or options.top is None, "--top", options.top, problem)
+    reason = "the grid lists the layouts to measure; give --grid or --top"
+    require(options.grid is None or options.top is None, "--top", options.top, reason)
     words = [] if options.processes is None else [word.strip() for word in options.processes.split(",")]
     are_counts = all(word.isdecimal() and 0 < int(word) <= 2**20 for word in words)
     require(are_counts, "--processes", options.processes, "must be whole numbers of at least 1, such as 1,2,4")
@@ -70,7 +68,7 @@ def main(argv: list[str]) -> int:
     values = read_grid(options.grid, settings) if options.grid else {}
     listed = values.pop("processes", [])
     counts = counts or list(dict.fromkeys(listed))
-    require(counts, "--processes", None, "say on how many to measure, such as 1,2,4")
+    require(counts, "--processes", None, "name the numbers of processes to measure, such as 1,2,4")
     named = {count: (options.profile or "").replace("{processes}", str(count)) for count in counts}
     profiles = {count: load_profile(name) if name else None for count, name in named.items()}
 
@@ -100,16 +98,16 @@ def main(argv: list[str]) -> int:
                 print(f"{warning}; predictions for {count} are rough")
         if config.float8.enable:
             print(FLOAT8_NOTE)
-    problem = "the planner needs one to choose layouts here; scripts/plan.py microbenchmark measures it. "
-    require(stacks or options.grid, "--profile", None, f"{problem}Or give --grid")
+    reason = "the planner needs a profile to choose layouts; measure one with scripts/plan.py microbenchmark, or give"
+    require(stacks or options.grid, "--profile", None, f"{reason} --grid")
     if options.grid:
         cases = grid_cases(config, counts, values)
     else:
         fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
         fixed |= set_keys(config) if config.parallelism.auto else frozenset()
         cases = planned_cases(config, profiles, fixed, options.top or 8)
-    problem = f"no layout is valid; {cases[0].reason}"
-    require(any(case.sizes for case in cases), "--processes", ",".join(map(str, counts)), problem)
+    reason = f"no layout is valid; {cases[0].reason}"
+    require(any(case.sizes for case in cases), "--processes", ",".join(map(str, counts)), reason)
 
     out = Path(options.dump_folder)
     refusal = hold(out / "search", "another search writes to this folder; stop it, or name another folder", 0.0)
@@ -126,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 
 def program(name: str, folder: str = "") -> tuple[str, ...]:
-    """What torchrun starts: a script of this checkout, or the same code where the package is installed alone."""
+    """The arguments with which torchrun starts a script of this checkout, or its module in an installed package."""
     script = Path(titan_like.__file__).parents[1] / folder / f"{name}.py"
     return (str(script),) if script.is_file() else ("-m", f"titan_like.commands.{name}")
 

@@ -1,6 +1,6 @@
 """Train a model: torchrun --nproc_per_node=N train.py --job.config_file train_configs/debug_gpt.toml
 
---job.dry_run true only prints what one process would do; --json PATH also writes that to a file.
+--job.dry_run true only prints one rank's memory, communication and computation; --json PATH also writes them to a file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from titan_like.train.signals import StopSignals
 
 
 def main(argv: list[str], signals: StopSignals | None = None) -> int:
-    """Load and check the configuration, then train. ``signals`` are the handlers if they are installed already."""
-    from titan_like.config import ConfigError, load_config
+    """Load and check the configuration, then train. ``signals``: the handlers that are already installed."""
+    from titan_like.config import load_config
+    from titan_like.config.errors import require
     from titan_like.config.options import OptionParser
 
     parser = OptionParser(add_help=False)
     parser.add_path("--json", "file to write a dry run's result to")
     options, arguments = parser.parse_known_args(argv)
     config = load_config(arguments)
-    if options.json is not None and not config.job.dry_run:
-        raise ConfigError("--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
+    may_write = options.json is None or config.job.dry_run
+    require(may_write, "--json", options.json, "only a dry run writes it; add --job.dry_run true or leave it out")
     if config.job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
 
@@ -34,14 +35,13 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
     world_size = dry_run_world(config) if config.job.dry_run else number_of_processes()
     settings = None if config.parallelism.auto else resolve_settings(config, world_size)
-    if not config.job.dry_run:
-        check_meeting()
     if config.job.dry_run:
         from titan_like.planner.dry_run_page import print_dry_run
 
         print_dry_run(config, options.json)
         return 0
 
+    check_meeting()
     outlive_output()
     gc.disable()  # importing torch makes 300,000 objects, hardly any of them garbage
     from titan_like.planner.forecast import check_profile, step_forecast
@@ -49,7 +49,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     from titan_like.train.job import run_job
     from titan_like.train.setup import prepare_run, select_device
 
-    gc.freeze()  # and no later collection need look at them
+    gc.freeze()  # later collections skip them
     gc.enable()
     if settings is None:
         from titan_like.planner.auto import with_chosen_layout
@@ -64,7 +64,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Start as early as a process can: most of what `main` needs is imported only once signals are handled."""
+    """Handle signals as early as possible: most imports of `main` follow."""
     with StopSignals() as signals:
         from titan_like.config.load import run_command
 

@@ -1,8 +1,8 @@
-"""Is this layout the same training? python scripts/verify.py --job.config_file FILE.toml --parallelism.KEY VALUE
+"""Verify that a layout trains like one process: python scripts/verify.py --job.config_file FILE.toml
 
 Shrinks the configuration's model and trains it for a few steps twice: with a reference loop in one process, and in the
 configuration's layout on CPU processes or GPUs of this machine. Compares samples, losses, gradients, norms, updates,
-weights, dropout and a resumed run. If something differs, it names the place and the axis of the layout at fault. Exit
+weights, dropout and a resumed run. After a difference, it names the module and the axis of the layout at fault. Exit
 codes: 0 the same, 1 different, 2 bad input, 3 undecided, for example because time ran out.
 """
 
@@ -36,12 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="number of processes of the job, if a shard degree of -1 leaves it open (default: the product of the "
         "degrees, with 2 data-parallel ranks if that is valid)",
     )
-    parser.add_argument(
-        "--full_size", action="store_true", help="keep the sizes of the model, sequences and microbatches"
-    )
-    parser.add_argument(
-        "--keep_layout", action="store_true", help="keep degrees above 4, whatever the number of processes"
-    )
+    parser.add_argument("--full_size", action="store_true", help="keep the sizes of model, sequences and microbatches")
+    parser.add_argument("--keep_layout", action="store_true", help="keep degrees above 4, for any number of processes")
     parser.add_argument("--gpus", action="store_true", help="use this machine's GPUs, one per process")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one run may take (default: 120)")
     parser.add_argument("--verbose", action="store_true", help="print every row instead of one line per kind of run")
@@ -73,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def format_table(verdict: Verdict) -> str:
-    """One line for each row and kind of run: the largest difference over all steps, its tolerance, and where it is."""
+    """One line for each row and kind of run: the largest difference over all steps, its tolerance and parameter."""
     rows: dict[str, Check] = {}
     for check in verdict.checks:
         name = f"{check.row} ({check.kind})"
@@ -84,7 +80,7 @@ def format_table(verdict: Verdict) -> str:
     lines = [f"{'':{width}}  {'':9}  {'worst':>9}  {'allowed':>9}"]
     for name, check in rows.items():
         worst, allowed = f"{check.worst:.2e}", f"{check.allowed:.2e}"
-        if not check.allowed:  # something that must hold exactly
+        if not check.allowed:  # an exact check
             worst, allowed = f"{check.worst:.3g}", "0"
         outcome = "same" if check.ok else "DIFFERENT"
         lines.append(f"{name:{width}}  {outcome:9}  {worst:>9}  {allowed:>9}  {check.parameter}".rstrip())
@@ -101,8 +97,8 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     if verdict.outcome == "undecided":
         from titan_like.verify.processes import TOO_LONG  # this imports torch
 
-        cure = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
-        lines.append(f"undecided: {verdict.reason}{cure} ({seconds:.0f} s)")
+        hint = "; give it more with --timeout" if verdict.reason.endswith(TOO_LONG) else ""
+        lines.append(f"undecided: {verdict.reason}{hint} ({seconds:.0f} s)")
     if (first := verdict.first_difference) is not None:
         step = f" in step {first.step}" if first.step else ""
         parameter = f"{first.parameter}: " if first.parameter else ""
@@ -115,7 +111,7 @@ def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
 
 
 def format_kind(checks: list[Check], kind: str) -> str:
-    """One line on a kind of run: what came nearest to a difference."""
+    """One line for a kind of run, with the value that is nearest to its tolerance."""
     of_kind = [check for check in checks if check.kind == kind]
     if not of_kind or not all(check.ok for check in of_kind):
         return f"{kind:9} {'different' if of_kind else 'not compared'}"

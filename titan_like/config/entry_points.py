@@ -1,6 +1,6 @@
-"""Named objects that a setting selects: this package's own, and entry points of installed packages.
+"""Objects that a setting selects by name: built in, and entry points of installed packages.
 
-Nothing, torch included, is imported before it is used.
+This module imports neither torch nor any of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import resources
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tomli
 
 from titan_like.config.errors import ConfigError, first_line, require, unknown
+
+if TYPE_CHECKING:
+    from titan_like.config.schema import Data
 
 FAMILIES = {
     "decoder": "titan_like.models.decoder.config:DecoderConfig",
@@ -27,10 +30,10 @@ FAMILIES = {
 
 
 class DataFormat(NamedTuple):
-    """A dataset of this package: its class, and what is known of its samples without importing that."""
+    """A built-in dataset: its class, and the properties of its samples."""
 
     source: str
-    has_files: bool = True  # which `data.paths` names
+    has_files: bool = True  # in `data.paths`
     is_tokenized: bool = False  # before the run, perhaps with another tokenizer
     is_stream: bool = False  # read in order, and of unknown length
     is_chat: bool = False  # several conversations share a sample, and only answers have labels
@@ -46,7 +49,7 @@ DATA_FORMATS = {
     "race": DataFormat("titan_like.data.objectives.race:RaceSource", has_options=True),
 }
 DATASETS = {name: data_format.source for name, data_format in DATA_FORMATS.items()}
-RULES = {  # update rules
+RULES = {  # of updates
     "adamw": "titan_like.optim.optimizer:adamw",
     "adafactor": "titan_like.optim.adafactor:Adafactor",
     "muon": "titan_like.optim.optimizer:muon",
@@ -66,7 +69,7 @@ NAMED = {  # setting → this package's own objects, and the group of entry poin
 
 
 def format_of(dataset: str) -> DataFormat:
-    """What is known of `data.dataset`'s samples. Another package's class says for itself whether it is a stream."""
+    """The properties of `data.dataset`, all at their defaults for another package's dataset."""
     return DATA_FORMATS.get(dataset, DataFormat(""))
 
 
@@ -80,27 +83,34 @@ def names_of(key: str, with_built_in: bool = True) -> list[str]:
 def find_entry(key: str, name: str) -> EntryPoint:
     """Find the object that setting ``key``, one of `NAMED`, refers to by ``name``.
 
-    Raises:
-        ConfigError: nothing has this name, or several packages define it, this one included.
+    Raises a `ConfigError` if nothing has this name, or several packages define it, this one included.
     """
     built_in, group = NAMED[key]
     local = [EntryPoint(name, built_in[name], group)] if name in built_in else []
     entries = [*local, *_installed(group, tuple(sys.path)).select(name=name)]
     if len(entries) == 1:
         return entries[0]
-    places = " and ".join(sorted(entry.value for entry in entries))
-    problem = f"is defined by {places}; rename it in the entry points of all packages but one, or uninstall them"
-    require(not entries, key, name, problem)
+    definitions = " and ".join(sorted(entry.value for entry in entries))
+    reason = f"is defined by {definitions}; rename it in the entry points of all packages but one, or uninstall them"
+    require(not entries, key, name, reason)
     raise ConfigError(key, name, unknown("name", name, names_of(key)))
 
 
+def find_dataset(section: Data) -> EntryPoint:
+    """Find the class of `data.dataset`. Built-in datasets have no `data.options`."""
+    dataset, options = section.dataset, section.options
+    reason = f'dataset "{dataset}" has no options; leave them out'
+    require(not options or dataset not in DATASETS, "data.options", options, reason)
+    return find_entry("data.dataset", dataset)
+
+
 def load_entry(key: str, entry: EntryPoint) -> Any:
-    """Import the object; a `ConfigError` if that fails."""
+    """Import the object. Raises a `ConfigError` if that fails."""
     try:
         return entry.load()
     except Exception as error:  # whatever the package raises on import
-        problem = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
-        raise ConfigError(key, entry.name, problem) from error
+        reason = f"its entry point, {entry.value}, cannot be imported ({first_line(error)}); correct the package"
+        raise ConfigError(key, entry.name, reason) from error
 
 
 def read_flavors(package: str) -> dict[str, dict[str, Any]]:
@@ -115,10 +125,7 @@ def check_flavor(family: str, flavor: str, known: Iterable[str]) -> None:
 
 
 def wrong_names(settings: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each name that nothing has, and for a flavor that the family does not have.
-
-    ``settings``, by section and key, need not be valid. Their own rules say what is wrong with another package.
-    """
+    """Yield an error for each unknown name or flavor in ``settings``, by section and key, which need not be valid."""
     tables = {section: table for section, table in settings.items() if isinstance(table, dict)}
     given = {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
     for key in NAMED:

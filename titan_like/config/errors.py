@@ -22,13 +22,10 @@ NEXT_LINE = "\n       "  # aligned with what follows "error: "
 
 
 class ConfigError(ValueError):
-    """A setting, file or environment that the user has to change (exit code 2).
+    """A setting, file or environment that the user has to change (exit code 2): key, value, reason and hint."""
 
-    The message is one sentence: the key, its value, what is wrong and what would be valid.
-    """
-
-    def __init__(self, key: str, value: object, problem: str) -> None:
-        super().__init__(f"{shortened(printable(key))} = {_show(value)}: {problem}")
+    def __init__(self, key: str, value: object, reason: str) -> None:
+        super().__init__(f"{shortened(printable(key))} = {_show(value)}: {reason}")
         self.key = key
         self.of_this_process = key.startswith("environment variable ")  # no other process sees it
 
@@ -36,17 +33,17 @@ class ConfigError(ValueError):
         return _with_message, (self.key, str(self))  # data loader processes send their errors
 
 
-def require(condition: object, key: str, value: object, cure: str) -> None:
-    """Raise a `ConfigError` about setting ``key`` unless a rule holds. ``cure``: what is wrong and what to change."""
+def require(condition: object, key: str, value: object, hint: str) -> None:
+    """Raise a `ConfigError` about setting ``key`` unless ``condition``. ``hint``: the reason and what to change."""
     if not condition:
-        raise ConfigError(key, value, cure)
+        raise ConfigError(key, value, hint)
 
 
 def refuse(config: BaseModel, *rules: tuple[object, str, str]) -> None:
-    """Raise a `ConfigError` for the first broken rule of (when it is broken, key, what is wrong and what to change)."""
-    for is_broken, key, cure in rules:
+    """Raise a `ConfigError` for the first broken rule of (whether it is broken, key, reason and what to change)."""
+    for is_broken, key, hint in rules:
         section, _, name = key.partition(".")
-        require(not is_broken, key, getattr(getattr(config, section), name), cure)
+        require(not is_broken, key, getattr(getattr(config, section), name), hint)
 
 
 class RunError(RuntimeError):
@@ -59,7 +56,7 @@ class RunError(RuntimeError):
 
 
 def record_error(message: str) -> None:
-    """Have torchrun, if it has started this process, show ``message`` at the end of its report, below its traceback.
+    """Make torchrun, if it has started this process, show ``message`` at the end of its report, below its traceback.
 
     torchrun shows the rank whose error has the earliest second. This error is dated a second back, so that it precedes
     the errors of ranks that torchrun ends because of it.
@@ -81,16 +78,16 @@ def _with_message(key: str, message: str) -> ConfigError:
     return error
 
 
-def cure_of_writing(error: OSError, then: str = "or name another folder") -> str:
-    """What to do about a file that could not be written; ``then`` follows the advice to make room."""
+def writing_hint(error: OSError, then: str = "or name another folder") -> str:
+    """The hint for a file that could not be written; ``then`` follows the advice to make room."""
     return f"make room, {then}" if error.errno in FULL else "name a place that you may write to"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, or the exception's type if it is empty. Of pydantic's errors, the first problem."""
+    """The first line of a message, or the exception's type if it is empty; of a pydantic error, its first detail."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {problem_of(first)}".removeprefix(": ")
+        return f"{'.'.join(map(str, first['loc']))}: {reason_of(first)}".removeprefix(": ")
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     text = str(error).strip().partition("; use sys.set_int_max_str_digits")[0]
@@ -98,14 +95,14 @@ def first_line(error: BaseException) -> str:
 
 
 def unknown(kind: str, word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The problem with a word that names nothing, and the nearest name, else ``otherwise`` or all names."""
+    """The reason for refusing a word that names nothing, with the nearest name, else ``otherwise`` or all names."""
     lower = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
-    cure = f"did you mean {lower[nearest[0]]}?" if nearest else otherwise or f"there are {', '.join(lower.values())}"
-    return f"unknown {kind}; {cure}"
+    hint = f"did you mean {lower[nearest[0]]}?" if nearest else otherwise or f"there are {', '.join(lower.values())}"
+    return f"unknown {kind}; {hint}"
 
 
-def problem_of(detail: Any) -> str:
+def reason_of(detail: Any) -> str:
     """What would be valid instead of a wrong value, from one of pydantic's ``errors()``, as a part of a sentence."""
     if detail["type"] == "bool_type":
         return f"should be a valid boolean; write {boolean_of(str(detail['input'])) or 'true or false'}"
@@ -116,21 +113,21 @@ def problem_of(detail: Any) -> str:
 def field_errors(
     details: Iterable[Any], name: Callable[[str], str], model: type[BaseModel], table: object = None
 ) -> list[ConfigError]:
-    """An error for each wrong field of ``model`` in pydantic's ``errors()``. ``name`` gives its key, from its path.
+    """An error for each wrong field of ``model`` in pydantic's ``errors()``. ``name`` turns its path into a key.
 
-    ``table`` stands for the value in errors that are about no field alone.
+    ``table`` is the value that errors about the whole table show.
     """
     errors: dict[str, ConfigError] = {}
     for detail in details:
         path, kind = [str(part) for part in detail["loc"] if not isinstance(part, int)], detail["type"]
-        problem = problem_of(detail)
+        reason = reason_of(detail)
         if kind == "extra_forbidden":
             known = _model_at(model, path[:-1]).model_fields
             synonym = (key_of(path[-1]) or "").rpartition(".")[2]  # a model's field
-            problem = unknown("field", synonym if synonym in known else path[-1], known)
+            reason = unknown("field", synonym if synonym in known else path[-1], known)
         key = name(".".join(path))
         value = table if not path else None if kind == "missing" else detail["input"]
-        errors.setdefault(key, ConfigError(key, value, problem))
+        errors.setdefault(key, ConfigError(key, value, reason))
     return list(errors.values())
 
 
@@ -144,7 +141,7 @@ def _model_at(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def boolean_of(text: str) -> str | None:
-    """The boolean that a word of YAML, Python or a shell stands for, as in TOML; None if it is no such word."""
+    """The TOML boolean that a word of YAML, Python or a shell means; None for any other word."""
     return _BOOLEANS.get(text.lower())
 
 

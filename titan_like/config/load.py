@@ -30,7 +30,7 @@ from titan_like.config.errors import (
     RunError,
     all_of,
     printable,
-    problem_of,
+    reason_of,
     record_error,
     require,
     shortened,
@@ -40,11 +40,11 @@ from titan_like.config.options import as_installed
 from titan_like.config.paths import SHIPPED, expanded, find_config, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of, weight_of
-from titan_like.config.synonyms import cure_of
+from titan_like.config.synonyms import hint_for
 
 
 def format_help(program: str, config_type: type[BaseModel]) -> str:
-    """How ``program`` is called: every key with its type, default and meaning."""
+    """The usage of ``program``: every key with its type, default and meaning."""
     lines = [f"usage: {program} --job.config_file FILE.toml [--section.key value | --section.key=value]... | --version"]
     for section, field in config_type.model_fields.items():
         lines += ["", f"[{section}] {purpose_of(field.annotation)}"]
@@ -57,7 +57,7 @@ def format_help(program: str, config_type: type[BaseModel]) -> str:
 
 
 def purpose_of(section: Any) -> str:
-    """What a section is for."""
+    """The first line of a section's docstring."""
     return (section.__doc__ or "").strip().partition("\n")[0]
 
 
@@ -102,15 +102,14 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
     for dotted, value in values.items():
         section, _, key = dotted.partition(".")
         sections.setdefault(section, {})[key] = value
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    )
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
 
 
 _SECONDS_FOR_RANK_0 = 10
-_VERY_NEAR = 0.8  # similarity of two keys from which one is a typo for the other, whatever other sections have
-# A full disk, or an error about a file that is not the package's, is the user's to put right. Any other error is a bug,
-# which shows its traceback.
+_VERY_NEAR = 0.8  # similarity from which a key counts as a typo of another, even if a section has a key of its name
+# The user can correct a full disk, or an error about a file outside the package. Any other error is a bug, which shows
+# its traceback.
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -118,10 +117,8 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
     """Build the configuration from command-line arguments (without the program's name).
 
     Precedence: command line > TOML file (``--job.config_file``) > ``stored``, settings by section, such as those in a
-    checkpoint > default. `model.from` fills in what its folder gives. ``--help`` prints every key and exits.
-
-    Raises:
-        ConfigError: unknown keys, wrong types or values, or an unreadable file: every problem, with a line for each.
+    checkpoint > default. The folder that `model.from` names sets the model and the tokenizer. ``--help`` prints every
+    key and exits. Raises a `ConfigError` with a line for each unknown key, wrong value or unreadable file.
     """
     if any(word in ("-h", "--help") for word in argv):
         print(as_installed(format_help(os.path.basename(sys.argv[0]), JobConfig)))
@@ -133,8 +130,8 @@ def load_config(argv: list[str], stored: Mapping[str, Any] | None = None) -> Job
     except ConfigError as error:
         errors.append(error)
     if isinstance(job := tree.get("job"), dict) and "config_file" in job:
-        problem = "settings are read from one file, which the command line names; leave it out here"
-        errors.append(ConfigError("job.config_file", job.pop("config_file"), problem))
+        reason = "settings are read from one file, which the command line names; leave it out here"
+        errors.append(ConfigError("job.config_file", job.pop("config_file"), reason))
     for dotted, value in overrides.items():
         _set_dotted(tree, dotted, value)
     try:
@@ -151,8 +148,8 @@ def run_command(command: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a script's main function and end the process with the project's exit codes.
 
     0 means done, 1 failed, 2 bad input. Bad input, which includes a file that cannot be opened, gets one sentence on
-    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. What stdout's encoding
-    lacks becomes question marks.
+    stderr, from rank 0 only. A bug shows its traceback. --version prints versions instead. Characters that stdout's
+    encoding lacks become question marks.
     """
     sys.stdout = sys.stdout or open(os.devnull, "w")  # Python found the descriptor closed
     if isinstance(sys.stdout, TextIOWrapper):
@@ -226,7 +223,7 @@ def parse_overrides(argv: list[str]) -> dict[str, Any]:
 
 
 def _read_overrides(argv: list[str]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """What `parse_overrides` returns, and every error."""
+    """The result of `parse_overrides`, and every error."""
     groups, errors = _grouped(argv)
     return {dotted: _parse_values(dotted, values) for dotted, values in groups}, errors
 
@@ -242,10 +239,8 @@ def _parse_values(dotted: str, values: list[str]) -> Any:
         weights = [weight_of(value) for value in values]
         if [weight is not None for weight in weights] == [True, False] * (len(values) // 2):
             path = next(filter(os.path.lexists, values[::2]), None)
-            problem = (
-                f"""is "{path}" a weight or the path that is there? Write '[0.7, "web", 0.3, "2024"]', as in TOML"""
-            )
-            require(path is None, dotted, values, problem)
+            reason = f"""is "{path}" a weight or an existing path? Write '[0.7, "web", 0.3, "2024"]', as in TOML"""
+            require(path is None, dotted, values, reason)
             parsed[::2] = weights[::2]
     return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
 
@@ -264,15 +259,15 @@ def _grouped(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[ConfigE
             example = bare if "=" in bare else f"{bare} VALUE"
             errors.append(ConfigError("command line", word, f"a setting needs two dashes; write --{example}"))
             groups.append(("", []))  # collects the words that follow
-        elif word.startswith("-") and (cure := cure_of(bare.partition("=")[0])):
-            errors.append(ConfigError("command line", word, f"unknown key; {cure}"))
+        elif word.startswith("-") and (hint := hint_for(bare.partition("=")[0])):
+            errors.append(ConfigError("command line", word, f"unknown key; {hint}"))
             groups.append(("", []))
         elif groups:
             groups[-1][1].append(word)
         else:
             is_config = word.endswith(".toml") or (SHIPPED / f"{word}.toml").is_file()
-            problem = _name_config(word) if is_config else "not a setting; write --section.key value"
-            errors.append(ConfigError("command line", word, problem))
+            reason = _name_config(word) if is_config else "not a setting; write --section.key value"
+            errors.append(ConfigError("command line", word, reason))
     return [(key, values) for key, values in groups if key or not errors], errors
 
 
@@ -281,15 +276,15 @@ def _takes_several(key: str) -> bool:
 
 
 def _name_config(word: str) -> str:
-    """How to name the TOML file that stands alone on the command line: the whole command, if this process has it."""
+    """The hint for a TOML file without its option: the corrected command, if this process knows all of it."""
     program, *words = sys.argv
-    cure = "name a TOML file with --job.config_file"
+    hint = "name a TOML file with --job.config_file"
     if word not in words or "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own words are not known
-        return f"{cure} {word}"
+        return f"{hint} {word}"
     words.insert(words.index(word), "--job.config_file")
     name = os.path.basename(program)
     program = name if name.startswith("titan-") else f"python {program}"
-    return f"{cure}: {program} {shlex.join(words)}"
+    return f"{hint}: {program} {shlex.join(words)}"
 
 
 def _file_settings(path: Any) -> dict[str, Any]:
@@ -335,33 +330,33 @@ def _set_dotted(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _validation_errors(error: ValidationError) -> list[ConfigError]:
-    """An error for each wrong key, which says what would be valid: the nearest key, or what this one means."""
+    """An error for each wrong key, with the nearest valid key or the meaning of this one as a hint."""
     errors = []
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
         section, _, key = dotted.partition(".")
-        value, problem = detail["input"], problem_of(detail)
-        if detail["type"] == "model_type" and (cure := cure_of(dotted)):  # such as --compile
-            problem = f"is a section; {cure}"
+        value, reason = detail["input"], reason_of(detail)
+        if detail["type"] == "model_type" and (hint := hint_for(dotted)):  # such as --compile
+            reason = f"is a section; {hint}"
         elif detail["type"] != "extra_forbidden":
             option = _section_fields(section).get(key)
-            problem += f" ({option.description})" if option else ""
+            reason += f" ({option.description})" if option else ""
         elif key or not isinstance(value, dict):
-            problem = _unknown_key(dotted)
-        elif any(cure_of(f"{dotted}.{name}") for name in value):
+            reason = _unknown_key(dotted)
+        elif any(hint_for(f"{dotted}.{name}") for name in value):
             keys = {f"{dotted}.{name}": item for name, item in value.items()}
             errors += [ConfigError(name, item, _unknown_key(name)) for name, item in keys.items()]
             continue
         else:
-            value, problem = "[table]", unknown("section", dotted, JobConfig.model_fields)
-        errors.append(ConfigError(dotted, value, problem))
+            value, reason = "[table]", unknown("section", dotted, JobConfig.model_fields)
+        errors.append(ConfigError(dotted, value, reason))
     return list({e.key: e for e in reversed(errors)}.values())[::-1]
 
 
 def _unknown_key(dotted: str) -> str:
-    """The problem with a key that does not exist, and another project's key, one in another section, or the nearest."""
-    if cure := cure_of(dotted):
-        return f"unknown key; {cure}"
+    """The reason for refusing a key that does not exist, with the equivalent, namesake or nearest key as a hint."""
+    if hint := hint_for(dotted):
+        return f"unknown key; {hint}"
     keys = [f"{section}.{key}" for section in JobConfig.model_fields for key in _section_fields(section)]
     dotted = dotted.replace("-", "_")
     same_name = [key for key in keys if key.endswith("." + dotted.rpartition(".")[2])]

@@ -1,4 +1,4 @@
-"""The settings of what watches and saves a run: its log, health checks, profiles, validations and checkpoints."""
+"""The settings of a run's log, health checks, profiles, validations and checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Health(Surroundings):
     max_consecutive_skips: StepNumber = option(100, "consecutive steps without an update after which the run ends")
     max_diverged_steps: StepCount = option(
         1000,
-        "steps for which a run may have diverged until it ends (docs/reliability.md says when it has); 0: any number",
+        "steps after divergence (docs/reliability.md defines it) at which the run ends; 0: no limit",
     )
     hang_timeout_seconds: float = option(  # socket timeouts are milliseconds in 32 bits
         600.0, "seconds without progress until the job ends and names the rank at fault; 0: never", ge=0, le=10**6
@@ -64,7 +64,7 @@ class Health(Surroundings):
 
 
 class Profiling(Surroundings):
-    """Where the time and the memory of single steps go."""
+    """Time and memory profiles of single steps."""
 
     timeline_steps: StepList = option(
         [],
@@ -122,7 +122,7 @@ class Checkpoint(Surroundings):
     on_failure: Literal["stop", "continue"] = option(
         "stop", "what to do if a checkpoint cannot be written (full disk); the last one's failure always stops the run"
     )
-    keep_latest: StepCount = option(0, "checkpoints to keep, and as many of Hugging Face's folders; 0 keeps all")
+    keep_latest: StepCount = option(0, "number of checkpoints, and of Hugging Face folders, to keep; 0 keeps all")
     hugging_face_interval: StepCount = option(
         0,
         "steps between folders of weights for transformers and vLLM, <job.dump_folder or checkpoint.folder>/"
@@ -132,6 +132,6 @@ class Checkpoint(Surroundings):
     folder: OptionalUrl = option(None, "folder or URL of the checkpoints (default: <job.dump_folder>/checkpoint)")
     initial_load_path: OptionalUrl = option(
         None,
-        "a folder as in model.from for a new run's initial weights alone: [model] and data.tokenizer are set as well, "
-        "the tokenizer perhaps to another",
+        "folder as in model.from, but only for a new run's initial weights: set [model] and data.tokenizer too, the "
+        "tokenizer perhaps to another",
     )

@@ -24,9 +24,7 @@ _FILE_OF_COMMAND = re.compile(r"(?<![\w/.-])(?:python (?:scripts/)?|scripts/)(\w
 
 
 def as_installed(text: str) -> str:
-    """A text that names commands by their files (python scripts/plan.py), with their installed names (titan-plan)
-    instead if this process runs such a command, as after pip install.
-    """
+    """Replace script files (python scripts/plan.py) by installed commands (titan-plan) if this process runs one."""
     if not os.path.basename(sys.argv[0]).startswith("titan-"):
         return text
     return _FILE_OF_COMMAND.sub(lambda file: f"titan-{file[1].removesuffix('_data').replace('_', '-')}", text)
@@ -35,7 +33,7 @@ def as_installed(text: str) -> str:
 class OptionParser(argparse.ArgumentParser):
     """Reports a wrong option as a ConfigError, in one sentence like every other error. Options are not abbreviated.
 
-    With ``takes_settings``, settings of the run may stand among the options, and there is --json.
+    With ``takes_settings``, settings of the run may follow among the options, and there is --json.
     """
 
     def __init__(self, *, takes_settings: bool = False, **parts: Any) -> None:
@@ -76,12 +74,12 @@ class OptionParser(argparse.ArgumentParser):
         return as_installed(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Turn argparse's message into a `ConfigError`, which is raised."""
-        option, colon, problem = message.removeprefix("argument ").partition(": ")
+        """Raise argparse's message as a `ConfigError`."""
+        option, colon, reason = message.removeprefix("argument ").partition(": ")
         if not colon:  # about no option in particular
-            option, problem = "", message
-        problem = f"{shortened(printable(problem))}; {self.prog} --help says more"
-        raise ConfigError("command line", option or None, problem)
+            option, reason = "", message
+        reason = f"{shortened(printable(reason))}; see {self.prog} --help"
+        raise ConfigError("command line", option or None, reason)
 
 
 def _option(expand: Callable[[str], str], text: str) -> str:
@@ -92,7 +90,7 @@ def _option(expand: Callable[[str], str], text: str) -> str:
 
 
 def text_option(text: str) -> str:
-    """A text, which may be read as UTF-8."""
+    """A text that is valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:  # Python keeps bytes that are not UTF-8 as halves of surrogate pairs
@@ -106,18 +104,18 @@ url_option = partial(_option, partial(expanded, takes_urls=True))  # a path or a
 
 
 def check_output_file(option: str, path: str | None) -> None:
-    """Before any work is done, refuse a file that cannot be written, and for --json an earlier one that is no JSON."""
+    """Before any work, refuse a file that cannot be written and, for --json, an existing file of another type."""
     if path is None:
         return
     parent = Path(path).parent
     is_writable = path != "-" and not Path(path).is_dir() and parent.is_dir() and os.access(parent, os.W_OK)
     require(is_writable, option, path, "not a file in a folder that you may write to; name one")
     may_replace = option != "--json" or path.endswith(".json") or not os.path.isfile(path)
-    require(may_replace, option, path, "is there already and is no result; name another file")
+    require(may_replace, option, path, "exists and is not a .json file; choose another path")
 
 
 def write_output_file(path: str | Path, text: str) -> None:
-    """Write a file that a command line names. An earlier one stays as it is until the new one is complete."""
+    """Write a file that a command line names. An existing file is replaced once the new one is complete."""
     target = os.path.realpath(path)
     if os.path.exists(target) and not os.path.isfile(target):  # a pipe or a device
         Path(target).write_text(text, encoding="utf-8")

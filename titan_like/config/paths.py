@@ -16,7 +16,7 @@ import tomli
 import tomli_w
 
 from titan_like.config.errors import ConfigError, RunError, boolean_of, first_line, require
-from titan_like.config.urls import RemotePath, StorageError, is_url, scheme_problem
+from titan_like.config.urls import RemotePath, StorageError, is_url, scheme_refusal
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 _DESCRIPTOR = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
@@ -27,8 +27,8 @@ def expanded(text: str, takes_urls: bool = False) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
     Raises:
-        ValueError: the path is empty, names an environment variable that is not set, or is a URL where none may stand,
-            or whose kind is unknown or lacks its package; the message is the predicate of a sentence.
+        ValueError: the path is empty, names an environment variable that is not set, or is a URL that is not allowed
+            here or not supported; the message is the predicate of a sentence.
     """
     for plain, braced in _VARIABLE.findall(text):
         name = plain or braced
@@ -41,18 +41,21 @@ def expanded(text: str, takes_urls: bool = False) -> str:
         raise ValueError("is empty; name a path")
     if is_url(path):
         scheme = path.partition("://")[0]
-        cure = ", or a repository of the Hugging Face hub as org/name where one may stand" * (scheme == "hf")
-        problem = f"is at {scheme}://, which is not supported; name a path on this machine{cure}"
-        if refusal := scheme_problem(scheme) if takes_urls else problem:
-            raise ValueError(refusal)
+        if takes_urls:
+            reason = scheme_refusal(scheme)
+        else:
+            hub = ", or a repository of the Hugging Face hub as org/name where one is allowed" if scheme == "hf" else ""
+            reason = f"is at {scheme}://, which is not supported; name a path on this machine{hub}"
+        if reason:
+            raise ValueError(reason)
     return path
 
 
-def file_problem(path: Path, may_stream: bool = False) -> str | None:
-    """Why a file cannot be read, as the predicate of a sentence; None if it can.
+def unreadable_reason(path: Path, may_stream: bool = False) -> str | None:
+    """Why a file cannot be read, as the predicate of a sentence; None if it can be read.
 
-    Only regular files can: pipes and devices have no end, or wait for a writer. With ``may_stream`` also a pipe that
-    this process was started with, such as /dev/stdin or a shell's <(…), which is read once.
+    Only regular files are allowed: pipes and devices have no end, or wait for a writer. ``may_stream`` also allows a
+    pipe that this process was started with, such as /dev/stdin or a shell's <(…), which is read once.
     """
     try:
         mode = path.stat().st_mode
@@ -71,47 +74,47 @@ def file_problem(path: Path, may_stream: bool = False) -> str | None:
 def user_file(
     path: Path, refuse: Callable[[str], Exception], what: str = "cannot be read", may_stream: bool = False
 ) -> Iterator[None]:
-    """Every file of the user's is opened and parsed in this context, which turns whatever that raises into one error.
+    """Open and parse a user's file in this context, which turns any exception into one error.
 
     Args:
-        path: the file. It is not opened unless it is one that `file_problem` allows.
+        path: the file. The body does not run if `unreadable_reason` refuses it.
         refuse: makes the error, from the predicate of a sentence about the file, such as "does not exist".
-        what: the predicate if its content cannot be parsed; the reason follows in brackets.
-        may_stream: as in `file_problem`.
+        what: the predicate if its content cannot be parsed; the parser's reason follows in brackets.
+        may_stream: as in `unreadable_reason`.
     """
-    problem = None if isinstance(path, RemotePath) else file_problem(path, may_stream)  # storage has files alone
-    if problem is None:
+    reason = None if isinstance(path, RemotePath) else unreadable_reason(path, may_stream)  # storage has only files
+    if reason is None:
         try:
             yield
             return
         except (ConfigError, RunError, StorageError):
             raise
         except FileNotFoundError:
-            problem = "does not exist"
+            reason = "does not exist"
         except UnicodeDecodeError as error:
-            problem = f"byte {error.start} is not valid UTF-8"
+            reason = f"byte {error.start} is not valid UTF-8"
         except OSError as error:
-            problem = f"cannot be read ({error.strerror or error})"
+            reason = f"cannot be read ({error.strerror or error})"
         except Exception as error:  # each parser has its own
-            problem = f"{what} ({first_line(error)})"
-    raise refuse(problem) from None
+            reason = f"{what} ({first_line(error)})"
+    raise refuse(reason) from None
 
 
 def check_folder(key: str, paths: Iterable[Path]) -> None:
-    """Refuse links to nothing, pipes and devices among the files and folders in a folder that is to be read."""
+    """Refuse broken links, pipes and devices among the content of a folder that is to be read."""
     for path in paths:
-        require(path.exists(), key, str(path), "is a link to what does not exist; remove it")
+        require(path.exists(), key, str(path), "is a broken link; remove it")
         is_usual = path.is_file() or path.is_dir()
         require(is_usual, key, str(path), "is a pipe, socket or device, not a file; remove it")
 
 
-def blaming(key: str, value: object, cure: str) -> Callable[[str], ConfigError]:
-    """What `user_file` takes to blame a setting."""
-    return lambda problem: ConfigError(key, value, f"{problem}; {cure}")
+def blaming(key: str, value: object, hint: str) -> Callable[[str], ConfigError]:
+    """The ``refuse`` of `user_file` for a file that a setting names."""
+    return lambda reason: ConfigError(key, value, f"{reason}; {hint}")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, which also reports too deep nesting and too long numbers as a `ValueError` that says so."""
+    """`json.loads`, with a `ValueError` also for nesting that is too deep and numbers that are too long."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -119,13 +122,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def find_config(path: str) -> str:
-    """The TOML file of a run: the one at ``path``, else the one that the package has under this name.
+    """The TOML file of a run: ``path``, ``path``.toml, or the shipped file of this name.
 
-    NAME, NAME.toml and train_configs/NAME.toml name the same file of the package. They are looked up only if nothing
-    in the file system has that path, or that path and ".toml".
-
-    Raises:
-        ConfigError: there is neither, but the package has files with similar names.
+    NAME, NAME.toml and train_configs/NAME.toml name the same shipped file. Existing paths come first. Raises a
+    `ConfigError` if there is no such file, but shipped files have similar names.
     """
     name = path.removeprefix("train_configs/").removesuffix(".toml")
     if os.path.lexists(path) or "/" in name:
@@ -134,19 +134,19 @@ def find_config(path: str) -> str:
         return f"{path}.toml"
     shipped = {file.stem: str(file) for file in SHIPPED.glob("*.toml")}
     if name not in shipped and (similar := difflib.get_close_matches(name, shipped)):
-        problem = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(similar)}"
-        raise ConfigError("job.config_file", path, problem)
+        reason = f"no such file; give the path of a TOML file, or a shipped one's name, such as {', '.join(similar)}"
+        raise ConfigError("job.config_file", path, reason)
     return shipped.get(name, path)
 
 
 def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
-    """Parse a TOML file; a `ConfigError` if that is not possible. ``key`` is the setting that names it."""
+    """Parse a TOML file, which setting ``key`` names. Raises a `ConfigError` if that fails."""
     text = ""
 
-    def refusal(problem: str) -> ConfigError:
-        if problem == "does not exist":
+    def refusal(reason: str) -> ConfigError:
+        if reason == "does not exist":
             return ConfigError(key, path, "no such file; give the path of a TOML file")
-        return ConfigError(key, path, f"{problem}; {_cure(text, problem)}")
+        return ConfigError(key, path, f"{reason}; {_hint(text, reason)}")
 
     with user_file(Path(path), refusal, "not valid TOML", may_stream=True):
         text = Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
@@ -155,11 +155,11 @@ def read_toml(path: str, key: str = "job.config_file") -> dict[str, Any]:
         return tree
 
 
-def _cure(text: str, problem: str) -> str:
-    """What to do about a file that is no TOML, or the line that the parser stopped at."""
+def _hint(text: str, reason: str) -> str:
+    """The hint for a file that is not TOML, or for the line at which the parser stopped."""
     if not text:
-        return "save the file as UTF-8" if "UTF-8" in problem else "give a readable TOML file"
-    place = re.search(r"at line (\d+)", problem)
+        return "save the file as UTF-8" if "UTF-8" in reason else "give a readable TOML file"
+    place = re.search(r"at line (\d+)", reason)
     lines = text.splitlines()
     if place and int(place[1]) <= len(lines):
         word = re.search(r"=\s*(\w+)\s*(?:#.*)?$", lines[int(place[1]) - 1])

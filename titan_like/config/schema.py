@@ -1,7 +1,7 @@
 """Every setting of a run: its name, type, default, unit and meaning.
 
-Limits are far above what anyone trains with. They refuse a typo before it fills the memory or overflows. Whether this
-machine can run the job is checked elsewhere.
+Limits are far above any real run. They refuse a typo before it fills the memory or overflows. Other modules check
+whether this machine can run the job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Job(Surroundings):
     dump_folder: PathText = option("outputs", "folder for checkpoints, metrics and caches")
     seed: int = option(1234, "seed of initial weights, data order and dropout", ge=0, le=2**63 - 1)  # of 64 bits
     deterministic: bool = option(False, "use deterministic kernels only (slower)")
-    dry_run: bool = option(False, "check everything, print what one process holds, sends and computes, and stop")
+    dry_run: bool = option(False, "check everything, print one rank's memory, communication and computation, and stop")
     dry_run_rank: int = option(0, "rank of the process that a dry run describes", ge=0, lt=2**20)
 
 
@@ -51,15 +51,15 @@ class Model(Section):
 
     from_: OptionalUrl = option(
         None,
-        "Hugging Face folder or hub name, a run's or a checkpoint's folder, or a PEFT folder; it gives family, shape, "
-        "tokenizer and initial weights; overrides may change what does not belong to the weights, such as dropout or "
-        "rope_theta",
+        "Hugging Face folder or hub name, a run's or a checkpoint's folder, or a PEFT folder; sets family, shape, "
+        "tokenizer and initial weights; overrides may change settings that do not belong to the weights, such as "
+        "dropout or rope_theta",
         alias="from",
     )
     ignore_fields: list[str] = option(
         [],
-        "fields of that folder's config.json to leave out when it is read, such as rope_scaling.factor: those that "
-        "are refused and change nothing for you",
+        "fields of that folder's config.json to ignore, such as rope_scaling.factor, if they are refused but make no "
+        "difference to your run",
     )
     family: str = option(
         "gpt",
@@ -72,7 +72,7 @@ class Model(Section):
 
 
 class TokenOptions(NamedTuple):
-    """What besides the tokenizer decides the tokens of a text; the fields of `[data]` of the same names."""
+    """The fields of `[data]` that, with the tokenizer, determine the tokens of a text."""
 
     bos: str = "auto"
     eod_token: str = ""
@@ -103,11 +103,11 @@ class Data(Section):
     )
     options: dict[str, Any] = option({}, "settings of a dataset of your own package")
     text_key: str = option("text", "key or column of the text in documents of JSON, CSV, parquet and arrow")
-    bad_lines: Literal["stop", "skip"] = option("stop", "what to do at a record that cannot be learned; skip counts it")
+    bad_lines: Literal["stop", "skip"] = option("stop", "at a record that cannot be used, stop, or skip and count it")
     resume: Literal["same", "new_blend"] = option(
         "same",
-        "a resumed run reads the checkpoint's data, or is refused (same); or from there on what paths now name, where "
-        "each source that stays goes on (new_blend)",
+        "same: a resumed run has to read the checkpoint's data; new_blend: from there on it reads what paths now name, "
+        "and each source that stays continues at its next sample",
     )
     split: str = option("969,30,1", "weights of the train, validation and test splits")
     tokenizer: TokenizerText = option(
@@ -116,19 +116,19 @@ class Data(Section):
         "repository of the Hugging Face hub that has one",
     )
     bos: Literal["auto", "always", "never"] = option(
-        "auto", "whether texts begin with the tokenizer's bos_token; auto: as the tokenizer itself does it"
+        "auto", "whether texts begin with the tokenizer's bos_token; auto: as the tokenizer itself does"
     )
     eod_token: str = option("", "token that ends every document (default: eos_token of tokenizer_config.json)")
     split_special_tokens: bool = option(
         True, "read special tokens that are written in a document, such as <|endoftext|>, as text; if false, as tokens"
     )
     chat_template_kwargs: dict[str, Any] = option(
-        {}, "conversations: variables for the chat template, such as enable_thinking; a record's own come first"
+        {}, "conversations: variables for the chat template, such as enable_thinking; a record's own take precedence"
     )
     reset_position_ids: bool = option(False, "count positions from 0 in each document of a sample")
     reset_attention_mask: bool = option(False, "let tokens attend to their own document only")
     eod_mask_loss: bool = option(False, "no loss where the input is an end-of-document token")
-    prefix_lm: bool = option(False, "prefix LM: a random number of the first tokens of a sample see each other")
+    prefix_lm: bool = option(False, "prefix LM: the first tokens of a sample, a random number, attend to each other")
     prefix_lm_loss: Literal["targets", "all"] = option("targets", "prefix LM: loss on tokens after the prefix, or all")
     mlm_probability: float = option(0.15, "fraction of tokens masked (MLM)", gt=0, le=1)
     mlm_whole_words: bool = option(False, "MLM: mask whole words, as the tokenizer divides text, instead of tokens")
@@ -151,32 +151,32 @@ class Data(Section):
 
     @property
     def token_options(self) -> TokenOptions:
-        """What besides the tokenizer decides the tokens of a text."""
+        """The `TokenOptions` of this section."""
         return TokenOptions(self.bos, self.eod_token, self.split_special_tokens)
 
     @property
     def read_split(self) -> str:
-        """Which split to read of folders and datasets of the hub that have several."""
+        """The split to read of folders and hub datasets that have several."""
         return "validation" if self.split == HELD_OUT else "train"
 
     @property
     def learns_bytes(self) -> bool:
-        """Whether the run's tokens are bytes. Data that is tokenized already may be of any tokenizer."""
+        """Whether the run's tokens are bytes. Tokenized data may come from any tokenizer."""
         return self.tokenizer == "byte" and not format_of(self.dataset).is_tokenized
 
     @property
-    def tells_documents_apart(self) -> bool:
+    def separates_documents(self) -> bool:
         """Whether a setting depends on where the documents of a sample end."""
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
 
 class Training(Section):
-    """How much to train, in what batches and precision."""
+    """Length, batches and precision of the training."""
 
     SMALL: ClassVar = {"max_norm": lambda training: min(training.max_norm, 0.05)}  # so that every step is clipped
 
     seq_len: int = option(256, "tokens per sample; for t5, the encoder's positions", gt=0, le=2**27)
-    decoder_seq_len: int = option(0, "t5: decoder positions; 0: as many as the targets take", ge=0, le=2**27)
+    decoder_seq_len: int = option(0, "t5: decoder positions; 0: as many as the targets need", ge=0, le=2**27)
     micro_batch_size: int = option(8, "samples per forward pass on one data-parallel rank", gt=0, le=2**16)
     global_batch_size: int = option(16, "samples per optimizer step over the whole job", gt=0, le=2**20)
     steps: StepNumber | None = option(None, "length of the run in optimizer steps")
@@ -206,17 +206,13 @@ class Optimizer(Section):
         "clip_threshold": lambda optimizer: min(optimizer.clip_threshold, 0.5),
     }
 
-    name: str = option(
-        "adamw", "adamw, adafactor, muon (AdamW for all but the layers' matrices), sgd, or an installed package's"
-    )
+    name: str = option("adamw", "adamw, adafactor, muon (for the layers' matrices, else AdamW), sgd, or a package's")
     lr: float = option(3e-4, "peak learning rate", gt=0, le=1e6)
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW's decay rates of the two moments", strict=False)
     eps: float = option(1e-8, "AdamW's epsilon", ge=1e-30, le=1e6)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; vectors are not decayed", ge=0, le=1e6)
     implementation: Literal["for-loop", "foreach", "fused"] = option("fused", "kernel of adamw and sgd (foreach)")
-    relative_step: bool = option(
-        False, "adafactor: at update t use the rate min(0.01, 1/√t) × the schedule's factor, not optimizer.lr"
-    )
+    relative_step: bool = option(False, "adafactor: rate min(0.01, 1/√t) × the schedule's factor at update t, not lr")
     scale_parameter: bool = option(False, "adafactor: multiply the rate by the parameter's RMS, at least 0.001")
     clip_threshold: float = option(1.0, "adafactor: largest RMS of an update, before the rate", gt=0, le=1e6)
     decay_rate: float = option(0.8, "adafactor: at update t the second moment decays by 1 - t^-decay_rate", gt=0, le=1)
@@ -253,46 +249,38 @@ class LRScheduler(Section):
     min_lr_ratio: float = option(0.0, "floor of the learning rate as a fraction of optimizer.lr", ge=0, le=1)
     resume: Literal["recompute", "continue"] = option(
         "recompute",
-        "a resumed run takes its schedule from the settings (recompute), or keeps the checkpoint's: peak rates, shape "
-        "and length, whatever the settings say now (continue)",
+        "recompute: a resumed run computes its schedule from the settings; continue: it keeps the checkpoint's peak "
+        "rates, shape and length, whatever the settings are now",
     )
 
 
 class Parallelism(Section):
-    """How the job is laid out over its processes."""
+    """The layout of the job over its processes."""
 
     auto: bool = option(
         False,
-        "let the planner choose what is left unset of this section, [activation_checkpoint] and "
+        "let the planner choose every unset key of this section and [activation_checkpoint], and "
         "training.micro_batch_size, for this GPU and number of processes",
     )
     tensor_parallel_degree: Degree = option(1, "ranks that split each layer's matrices")
     sequence_parallel: bool = option(False, "shard activations between tensor-parallel blocks")
-    pipeline_parallel_degree: Degree = option(1, "pipeline ranks, each of which holds a share of the layers")
+    pipeline_parallel_degree: Degree = option(1, "pipeline ranks, each with a share of the layers")
     pipeline_schedule: Literal[
         "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
     ] = option("1f1b", "order of the pipeline's forward and backward passes")
     virtual_stages_per_rank: Layers = option(
         1, "stages per rank for interleaved schedules; zbv_zero_bubble and dualpipe_v always have 2", gt=0
     )
-    pipeline_layers: list[Layers] | None = option(
-        None, "layers of each stage, first to last (default: balanced, counting the output matrix)"
-    )
+    pipeline_layers: list[Layers] | None = option(None, "layers of each stage in order (default: balanced by FLOPs)")
     context_parallel_degree: Degree = option(1, "ranks of a context-parallel (CP) group")
     context_parallel_method: Literal["auto", "all_gather", "ulysses", "ring"] = option(
         "auto", "how a CP group attends to whole sequences (docs/long_context.md)"
     )
     expert_parallel_degree: Degree = option(1, "ranks of an expert-parallel (EP) group")
-    expert_tensor_parallel_degree: Degree = option(
-        1, "ranks that each expert's matrices are split over: 1 or tensor_parallel_degree"
-    )
+    expert_tensor_parallel_degree: Degree = option(1, "ranks that split each expert: 1 or tensor_parallel_degree")
     data_parallel_replicate_degree: Degree = option(1, "full replicas of the ZeRO-sharded group")
-    data_parallel_shard_degree: int = option(
-        -1, "ranks that ZeRO shards over; -1 uses all that the other degrees leave", ge=-1, le=2**20
-    )
-    zero_stage: int = option(
-        0, "ZeRO shards nothing (0), optimizer state (1), also gradients (2), also parameters (3)", ge=0, le=3
-    )
+    data_parallel_shard_degree: int = option(-1, "ranks that ZeRO shards over; -1: all that remain", ge=-1, le=2**20)
+    zero_stage: int = option(0, "sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters", ge=0, le=3)
 
 
 class ActivationCheckpoint(Section):
@@ -302,8 +290,8 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["none", "full", "selective", "experts", "budget"] = option(
         "none",
-        "full: whole layers; selective: all except matmuls; experts: only routers and experts; budget: what the "
-        "compiler chooses so that a layer keeps a share of its activations",
+        "full: whole layers; selective: all except matmuls; experts: only routers and experts; budget: as the compiler "
+        "chooses for a layer that saves a share of its activations",
     )
     every_n_layers: Layers = option(1, "checkpoint every n-th layer", gt=0)
     budget: float | None = option(
@@ -312,18 +300,14 @@ class ActivationCheckpoint(Section):
         ge=0,
         le=1,
     )
-    offload: bool = option(
-        False, "keep in the host's memory what layers save for the backward pass, and fetch it a layer ahead"
-    )
+    offload: bool = option(False, "offload the layers' saved tensors to host memory and prefetch them for backward")
 
 
 class Compile(Section):
     """torch.compile of the transformer layers."""
 
     enable: bool = option(False, "compile each transformer layer")
-    cudagraphs: bool = option(
-        False, "launch a step's passes as one CUDA graph: for one process whose host cannot keep up"
-    )
+    cudagraphs: bool = option(False, "launch a step as one CUDA graph: for one process whose host cannot keep up")
 
 
 class Float8(Section):
@@ -356,7 +340,7 @@ class LoRA(Section):
 
 
 class Cluster(Surroundings):
-    """The machine that the run is meant for."""
+    """The target machine of the run."""
 
     gpu: str | None = option(None, 'GPU against whose peak MFU is measured, such as "A100" (default: the one found)')
     gpus_per_node: int | None = option(None, "GPUs per node, with one process each", gt=0, le=1024)

@@ -19,7 +19,7 @@ def _as_list(value: Any) -> Any:
 
 
 def weight_of(word: str) -> float | None:
-    """The number that a word of a command line is; None if it is none, and so a path."""
+    """The number in a word of a command line; None if the word is not a finite number, and so a path."""
     try:
         return weight if abs(weight := float(word)) < float("inf") else None
     except ValueError:
@@ -27,7 +27,7 @@ def weight_of(word: str) -> float | None:
 
 
 def _as_paths(value: Any) -> Any:
-    """A list of paths, in which weights may stand as numbers."""
+    """A list of paths, perhaps with numbers before them as weights."""
     values = _as_list(value)
     if not isinstance(values, list):
         return values
@@ -51,7 +51,7 @@ _DTYPES |= {name: name for name in ("bfloat16", "float16", "float32", "float64")
 
 
 def dtype_name(value: Any) -> Any:
-    """torch's name of a dtype from a usual one, such as bf16, FP32, half or torch.bfloat16; other values unchanged."""
+    """torch's name for a dtype such as bf16, FP32, half or torch.bfloat16; other values unchanged."""
     return _DTYPES.get(value.lower().removeprefix("torch."), value) if isinstance(value, str) else value
 
 
@@ -89,7 +89,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), serialize_by_alias=True
     )
-    # Settings that `verify` changes in its small run, whatever the sizes there: a value or a function of the section.
+    # Settings that `verify` changes in its small run: key → value, or a function of the section.
     SMALL: ClassVar[Mapping[str, Any]] = {}
 
     def small(self) -> Self:
@@ -100,7 +100,7 @@ class Section(BaseModel):
 
 
 class Surroundings(Section):
-    """Base of sections that do not change what a step computes."""
+    """Base of sections that do not affect the computation of a step."""
 
     def small(self) -> Self:
         """The defaults, except those in `SMALL`."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import tomli
 
 
-def cure_of(name: str) -> str | None:
-    """How to say in this project what ``name`` sets in another one, as a part of a sentence; None if it sets nothing.
+def hint_for(name: str) -> str | None:
+    """The hint for a setting of another project, as a part of a sentence; None for any other name.
 
     ``name`` may have a section, and may be written as on a command line: tensor-model-parallel-size.
     """
@@ -18,7 +18,7 @@ def cure_of(name: str) -> str | None:
 
 
 def key_of(name: str) -> str | None:
-    """The key that another project calls ``name``; None if there is none, or no single one."""
+    """The key that another project calls ``name``; None if there is no single one."""
     return _find(name, _tables()[0])
 
 

@@ -1,4 +1,4 @@
-"""Paths on object storage: URLs of the kinds that fsspec knows, such as s3://bucket/run, gs://, az://, hf://, memory://."""
+"""Paths on object storage: URLs of the kinds that fsspec supports, such as s3://bucket/run, gs://, az://, hf://."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class StorageError(OSError):
 
 
 class RemotePath(PosixPath):
-    """A path on object storage, with the methods of `Path` that checkpoints need. No function of the system takes it.
+    """A path on object storage, with the methods of `Path` that checkpoints need. System calls refuse it.
 
-    What is written appears when it is complete. There are no empty folders, and a file is renamed by copying it.
+    A written file appears when it is complete. There are no empty folders, and a file is renamed by copying it.
     Methods raise a `FileNotFoundError`, or a `StorageError` with the server's reason.
     """
 
@@ -33,7 +33,7 @@ class RemotePath(PosixPath):
 
     @contextmanager
     def storage(self) -> Iterator[tuple[Any, str]]:
-        """fsspec's file system and the path in it, for calls whose errors become the ones of this class."""
+        """fsspec's file system and the path in it. Errors in this context become a `StorageError`."""
         from fsspec.core import url_to_fs
 
         try:
@@ -51,7 +51,7 @@ class RemotePath(PosixPath):
         return os.stat_result((kind, 0, 0, 0, 0, 0, info["size"] or 0, 0, 0, 0))
 
     def exists(self, **_: Any) -> bool:
-        """Whether there is a file, or a folder with something in it."""
+        """Whether there is a file, or a folder that is not empty."""
         return self.is_file() or self.is_dir()
 
     def is_file(self, **_: Any) -> bool:
@@ -59,7 +59,7 @@ class RemotePath(PosixPath):
         return self._is(stat.S_ISREG)
 
     def is_dir(self, **_: Any) -> bool:
-        """Whether this is a folder with something in it."""
+        """Whether this is a folder that is not empty."""
         return self._is(stat.S_ISDIR)
 
     def _is(self, kind: Any) -> bool:
@@ -76,7 +76,7 @@ class RemotePath(PosixPath):
         return (self / name.rpartition("/")[2] for name in sorted(names))
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
-        """A file of bytes. Reading takes one request each time, except for the first 64 KiB, which are kept."""
+        """Open a file of bytes. Each read is a request, except in the first 64 KiB, which are cached."""
         cache = {"cache_type": "first", "block_size": 2**16} if mode == "rb" else {}
         with self.storage() as (system, path):
             return system.open(path, mode, **cache)
@@ -93,18 +93,19 @@ class RemotePath(PosixPath):
         return len(data)
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a folder exists once something is in it."""
+        """Do nothing: a folder exists once a file is in it."""
 
     def rename(self, target: RemotePath) -> RemotePath:  # type: ignore[override]
         """Copy a file, then remove it."""
         with self.storage() as (system, path), target.storage() as (_, new):
-            system.cp_file(path, new)  # not `mv` nor `rm`, which take a name for a pattern
+            system.cp_file(path, new)  # not `mv` nor `rm`, which read a name as a pattern
             system.rm_file(path)
         return target
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""
-        with suppress(*[FileNotFoundError] * missing_ok), self.storage() as (system, path):
+        ignored = [FileNotFoundError] if missing_ok else []
+        with suppress(*ignored), self.storage() as (system, path):
             system.rm_file(path)
 
     def rmtree(self) -> None:
@@ -125,7 +126,7 @@ def path_of(text: str | os.PathLike[str]) -> Path:
     return RemotePath(text) if is_url(str(text)) else Path(text)
 
 
-def scheme_problem(scheme: str) -> str | None:
+def scheme_refusal(scheme: str) -> str | None:
     """Why URLs of this kind cannot be used, as the predicate of a sentence; None if they can."""
     from fsspec.registry import get_filesystem_class, known_implementations
 
@@ -137,6 +138,4 @@ def scheme_problem(scheme: str) -> str | None:
         return f"is at {scheme}://, which needs a package: {known_implementations[scheme].get('err', scheme)}"
     except ValueError:
         pass
-    return (
-        f"is at {scheme}://, which is not supported; name a path on this machine, or a URL such as s3://bucket/folder"
-    )
+    return f"is at {scheme}://, which is not supported; name a path on this machine, or a URL such as s3://bucket/run"

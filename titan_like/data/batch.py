@@ -1,8 +1,8 @@
-"""Batches on the way from a dataset's samples to the model.
+"""Operations on batches: collate samples, copy to a device, count labels and tokens.
 
-Only the shape of a field matters: samples are stacked, batches are copied to a device, and context parallelism shards
-what has a dimension of positions. So a new field is a line in `Batch`, set by a dataset or an objective, and read by a
-model. A package of its own adds one with a NamedTuple that has the fields of `Batch` and more.
+They treat all fields of `Batch` alike, and context parallelism shards every field with a dimension of positions. So a
+new field is a line in `Batch`, set by a dataset or an objective, and read by a model. Another package adds a field with
+a NamedTuple that has the fields of `Batch` and more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ B = TypeVar("B", bound=Batch)
 
 
 def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
-    """A batch, or a field, with ``function`` of each of its tensors, or NumPy arrays."""
+    """Apply ``function`` to each tensor or NumPy array of a batch or a field."""
     if isinstance(fields, torch.Tensor | np.ndarray):
         return function(fields)
     return type(fields)(*(map_tensors(function, x) for x in fields)) if isinstance(fields, tuple) else fields
@@ -46,7 +46,7 @@ def collate(samples: Sequence[B]) -> B:
 
 
 def to_device(batch: B, device: torch.device) -> B:
-    """Copy a batch to a device. From pinned memory to a GPU, nothing waits for it."""
+    """Copy a batch to a device; asynchronously from pinned memory to a GPU."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), batch)
 
 
@@ -63,13 +63,13 @@ def without_labels(sample: B) -> B:
 
 
 def num_labels(batch: Batch, heads: Sequence[str]) -> torch.Tensor:
-    """How many labels each of a model's heads has in a batch: int64 [heads]."""
+    """Number of labels in a batch for each of a model's heads: int64 [heads]."""
     labels_of_heads = [getattr(batch, _LABELS_OF[head]) for head in heads]
     return torch.stack([(labels != IGNORED_LABEL).sum() for labels in labels_of_heads if labels is not None])
 
 
 def count_tokens(batch: Batch) -> torch.Tensor:
-    """How many tokens are not padding: int64, a scalar."""
+    """Number of tokens that are not padding: int64, a scalar."""
     if batch.padding_mask is None:
         return batch.tokens.new_full((), batch.tokens.numel())
     return (~batch.padding_mask).sum()

@@ -25,7 +25,7 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a run asks of a dataset: one split, as samples of a given length."""
+    """A run's request to a dataset: one split, as samples of a given length."""
 
     section: Data  # the run's [data] section
     split: str  # one of SPLITS
@@ -39,11 +39,11 @@ class DataRequest:
 class Source(Dataset[Batch], ABC):
     """One split of a dataset. Every process opens it from the same request and finds the same samples.
 
-    A subclass implements `__len__`, `sample` and `fingerprint`, and raises a `ConfigError` for what the user has to
-    change. Batches are read through ``source[index]``, where ``index`` is the number of the sample in the whole run or
-    evaluation. The implementation here maps it to a position for `sample`. A subclass with an order of its own, such as
-    a stream, overrides `__getitem__`. That must be a function of ``index`` alone, so that every layout reads the same
-    samples and a run can resume. Without an order of positions it needs no `sample`.
+    A subclass implements `__len__`, `sample` and `fingerprint`, and raises a `ConfigError` for errors that the user can
+    correct. The loader reads ``source[index]``, where ``index`` is the number of the sample in the whole run or
+    evaluation. `__getitem__` maps it to a position for `sample`. A subclass with its own order, such as a stream,
+    overrides `__getitem__` and needs no `sample`. The result must depend on ``index`` alone, so that every layout reads
+    the same samples and a run can resume.
     """
 
     together = 1  # samples that stay together in every order, such as the options of a question
@@ -58,9 +58,9 @@ class Source(Dataset[Batch], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples in the split, that is, in one epoch; `UNKNOWN_LENGTH` for a stream that has any.
+        """Number of samples in the split, that is, in one epoch; `UNKNOWN_LENGTH` for a stream that is not empty.
 
-        Outside training, a stream also gives samples past its end, without labels.
+        Outside training, a stream returns samples without labels past its end.
         """
 
     def sample(self, position: int) -> Batch:
@@ -71,21 +71,22 @@ class Source(Dataset[Batch], ABC):
         return self[position]
 
     def drawn(self, num_samples: int) -> dict[str, float]:
-        """What the first samples of a run took from each part of a blend, by name, for logs. Nothing by default."""
+        """Samples and epochs of each source of a blend after ``num_samples`` of the run, for logs; by default none."""
         return {}
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """A line for the log of a run that begins, on ``num_ranks`` data-parallel processes. Nothing by default."""
+        """A log line for the start of a run on ``num_ranks`` data-parallel ranks; by default none."""
         return None
 
     def state_dict(self) -> dict[str, list[int]] | None:
-        """State in a checkpoint that spares a resumed run reading its data again: by name, numbers that grow as reading
-        goes on. It never decides which samples come. None: there is nothing to keep.
+        """State for checkpoints that lets a resumed run skip data that was read: by name, numbers that never decrease.
+
+        The samples do not depend on it. None if there is no state.
         """
         return None
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """Take over what `state_dict` gave in all processes of a run, before the first sample is read."""
+        """Load the merged `state_dict` of all processes of a run, before the first sample is read."""
 
     def __getitem__(self, index: int) -> Batch:
         """Sample ``index`` of the run.

@@ -18,8 +18,8 @@ from titan_like.checkpoint.loader import (
     load_checkpoint,
     model_tensors,
     one_checkpoint,
-    problem_without_checkpoints,
     reading,
+    reason_without_checkpoints,
 )
 from titan_like.checkpoint.step_folders import (
     checkpoint_folder,
@@ -111,7 +111,7 @@ def find_checkpoint(config: JobConfig) -> Path:
         if config.model.from_ is not None and step is None and not complete_steps(path):
             return local_folder(config.model.from_, "model.from")
         hint = "train with checkpoint.enable first, or name a run's folder with --checkpoint"
-        require(complete_steps(path), "checkpoint.folder", str(path), problem_without_checkpoints(path, hint))
+        require(complete_steps(path), "checkpoint.folder", str(path), reason_without_checkpoints(path, hint))
         path = checkpoint_path(path, usable_steps(path, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path

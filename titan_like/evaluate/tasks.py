@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.paths import expanded, file_problem
+from titan_like.config.paths import expanded, unreadable_reason
 from titan_like.config.schema import JobConfig
 from titan_like.data.objectives.race import read_questions
 from titan_like.data.objectives.sentence_pairs import PairTokens
@@ -252,7 +252,7 @@ def named_tasks(key: str, specs: Sequence[str], model: TransformerConfig) -> lis
             raise ConfigError(key, spec, f"the path {error}") from None
         if kind.chooses:
             require(os.path.isdir(path), key, spec, f"{path} is not a folder; name one of the data set's")
-        elif (reason := file_problem(path)) is not None:
+        elif (reason := unreadable_reason(path)) is not None:
             raise ConfigError(key, spec, f"{path} {reason}; name a readable text file")
         only = "needs a model that chooses answers: bert, fine-tuned with model.overrides.sentence_head choice"
         only = "this model chooses answers; only race is for it" if chooses else only

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from titan_like.checkpoint.reader import is_file_name
 from titan_like.checkpoint.step_folders import newest_in
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
-from titan_like.config.paths import file_problem, user_file
+from titan_like.config.paths import unreadable_reason, user_file
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.readers.fetch import fetch, with_small_files
 from titan_like.data.text.special_tokens import COMPANIONS, CONFIG_FILE, TEMPLATES, TOKENIZER_FILES, read_json
@@ -179,7 +179,7 @@ def refusals_of(path: Path, key: str) -> Iterator[None]:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder looks like a Hugging Face folder."""
-    return file_problem(path / CONFIG_FILE) is None
+    return unreadable_reason(path / CONFIG_FILE) is None
 
 
 def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:

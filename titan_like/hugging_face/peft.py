@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from titan_like.checkpoint.loader import CheckpointWeights, is_checkpoint
 from titan_like.checkpoint.step_folders import flush, newest_in, write_durably, written_aside
 from titan_like.config.errors import ConfigError, first_line, require, shortened
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import LoRA
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.readers.fetch import with_small_files
@@ -129,7 +129,7 @@ def _model_type(base: Path) -> Any:
 
 def is_peft(folder: Path) -> bool:
     """Whether a folder looks like one of PEFT's."""
-    return file_problem(folder / ADAPTER_CONFIG) is None
+    return unreadable_reason(folder / ADAPTER_CONFIG) is None
 
 
 def base_of(name: str, key: str, weights: bool = True) -> str:

@@ -14,7 +14,7 @@ from titan_like.checkpoint.step_folders import RUN_FILE, RunState, checkpoint_fo
 from titan_like.config.entry_points import format_of
 from titan_like.config.errors import ConfigError, all_of, require
 from titan_like.config.load import edit, setting
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import JobConfig, TokenOptions
 from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
 from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model
@@ -63,7 +63,7 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
         tokenizer = tokenizer_in(path)
         data = {} if tokenizer is None else {"tokenizer": tokenizer}
         return Start(family, plain(model.model_dump(mode="json")), data, lora=lora)
-    reason = file_problem(path / RUN_FILE)
+    reason = unreadable_reason(path / RUN_FILE)
     is_readable = reason in (None, "does not exist")
     require(is_readable, key, name, f"{path / RUN_FILE} {reason}; name a folder that you may read")
     hint = "name one with run.json or with config.json, or a run's dump folder"
@@ -156,7 +156,7 @@ def _saved_start(config: JobConfig) -> Start | None:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
     if state is None or state.config["model"].get("from") != config.model.from_:
         return None
-    is_gone = any(map(file_problem, tokenizer_files(state.config["data"]["tokenizer"])))
+    is_gone = any(map(unreadable_reason, tokenizer_files(state.config["data"]["tokenizer"])))
     saved = tokenizer_in(checkpoint_path(folder, state.step)) if is_gone else None
     start = _of_run(state, state.config["model"]["flavors"][FLAVOR], saved)
     lora = {key: state.config["lora"][key] for key in ("rank", "alpha", "modules") if "adapters" in state.base}

@@ -1,1 +1,1 @@
-"""What a run measures and where it writes it."""
+"""Measurements of a run: records, FLOPs, timelines, the log line and trackers."""

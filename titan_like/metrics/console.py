@@ -17,7 +17,7 @@ _RECENT_STEPS = 100
 
 
 class LineContext(NamedTuple):
-    """What a log line says besides the steps' records."""
+    """Values of a log line that are not in the steps' records."""
 
     seq_len: int
     devices: int
@@ -28,7 +28,7 @@ class LineContext(NamedTuple):
 
 
 def format_log_line(records: Sequence[StepRecord], style: Literal["short", "megatron"], context: LineContext) -> str:
-    """The steps since the last log line: means of their times, losses and rates; other values are the last step's."""
+    """The log line of the last steps: means of times, losses and rates; other values are the last step's."""
     if style == "megatron":
         return f" {' | '.join(_megatron_parts(records, context))} |"
     return f" {' | '.join(_short_parts(records, context))}"
@@ -107,7 +107,7 @@ def _mean(values: list[float]) -> float:
 
 
 def describe_parameters(total: int, active: int, adapters: int = 0) -> str:
-    """The numbers of all parameters, of the ones that a token uses, and of the adapters', in words."""
+    """The numbers of all parameters, of active parameters (those a token uses) and of the adapters', in words."""
     message = f"{total:,} parameters" + (f" ({active:,} used by a token)" if active < total else "")
     return f"{message}, frozen, and {adapters:,} in adapters, trained" if adapters else message
 
@@ -120,7 +120,7 @@ def format_validation(step: int, figures: Mapping[str, float]) -> str:
 
 
 def format_sources(sources: dict[str, float]) -> str:
-    """What a blend has taken from each source: ``samples/NAME`` and, unless it is a stream, ``epochs/NAME``."""
+    """The log line of a blend, from ``samples/NAME`` and, unless it is a stream, ``epochs/NAME`` of each source."""
     samples = {key.removeprefix("samples/"): count for key, count in sources.items() if key.startswith("samples/")}
     total = max(1, sum(samples.values()))
     parts = [
@@ -172,8 +172,8 @@ class Console:
     def seconds_left(self) -> float | None:
         """Time for the remaining samples at the median time of recent ones; None if a progress bar shows it.
 
-        A ramp-up changes the time of a step, not of a sample. A median ignores stalls and the first step, which
-        compiles. It is the lower one, because after two steps the ordinary one would be the mean with the first.
+        A ramp-up changes the time of a step, not of a sample. The median ignores stalls and the first step, which
+        compiles. It is the lower median: after two steps, the ordinary one would average in the first step.
         """
         if self._progress is not None or not self._seconds_per_sample:
             return None

@@ -1,7 +1,7 @@
 """Devices by name: peak rates, memory, links.
 
-The figures and their sources are in devices.toml, which MFU, the planner and the dry run all read. A stack profile may
-define its own device.
+MFU, the planner and the dry run use the figures of devices.toml, which names their sources. A stack profile may define
+its own device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from titan_like.config.errors import ConfigError, all_of, field_errors, require
 
 # Slices (MIG; vGPU such as "GRID V100D-8Q" or "NVIDIA A10-24Q") and laptop GPUs have fewer units or lower clocks than
 # the device they are named after.
-_NO_WHOLE_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]$|\bLaptop\b|\bMobile\b|with Max-Q", re.IGNORECASE)
+_PARTIAL_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]$|\bLaptop\b|\bMobile\b|with Max-Q", re.IGNORECASE)
 _Number = Annotated[float, Field(ge=1e-6, le=1e12)]
 
 
 class _Table(BaseModel):
-    """A device in a user's file: bandwidths in GB/s, memory in GiB, peaks in TFLOP/s by type."""
+    """A device in a user's file: bandwidths in GB/s, memory in GiB, peaks in TFLOP/s by dtype."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -47,13 +47,12 @@ class Device:
     nvlink_bandwidth: float  # bytes/s in one direction
     multiprocessors: int
     tensor_element: int  # tensor cores need matrix sizes that are multiples of this
-    peak: dict[str, float]  # dense FLOP/s by type
+    peak: dict[str, float]  # dense FLOP/s by dtype
     is_cpu: bool = False  # the host computes, and PyTorch's CPU kernels decide which activations are saved
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense peak in FLOP/s; a `ConfigError` if the device has no rate for this type."""
-        if dtype not in self.peak:
-            raise ConfigError("training.dtype", dtype, f"{self.name} has {', '.join(self.peak)}")
+        """Dense peak in FLOP/s. Raises a `ConfigError` if the device has no rate for this dtype."""
+        require(dtype in self.peak, "training.dtype", dtype, f"{self.name} has {', '.join(self.peak)}")
         return self.peak[dtype]
 
 
@@ -91,16 +90,15 @@ def check_device_table(key: str, table: Any) -> None:
 def device_to_table(device: Device) -> dict[str, Any]:
     """The inverse of `device_from`."""
     _, *values, peak, is_cpu = vars(device).values()
-    table = {
-        key: value if scale == 1 else value / scale for (key, scale), value in zip(_SCALES.items(), values, strict=True)
-    }
+    scaled = zip(_SCALES.items(), values, strict=True)
+    table = {key: value if scale == 1 else value / scale for (key, scale), value in scaled}
     return table | {"is_cpu": is_cpu, "peak": {dtype: rate / 1e12 for dtype, rate in peak.items()}}
 
 
 @cache
 def known_device(name: str) -> Device | None:
-    """The device with a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3"; None if the table does not have it."""
-    if _NO_WHOLE_DEVICE.search(name):
+    """The device with a name such as "A100-80GB" or "NVIDIA H100 80GB HBM3"; None if it is not in the table."""
+    if _PARTIAL_DEVICE.search(name):
         return None
     devices = builtin_devices()
     if name in devices:  # the name that profiles use
@@ -110,7 +108,7 @@ def known_device(name: str) -> Device | None:
 
 
 def find_device(name: str) -> Device:
-    """Like `known_device`, but a `ConfigError` for a name that no device has."""
+    """Like `known_device`. Raises a `ConfigError` for an unknown name."""
     device = known_device(name)
     if device is None:
         raise ConfigError("cluster.gpu", name, f"no such GPU is known; known are {', '.join(_tables())}")

@@ -1,11 +1,11 @@
 """FLOPs of training in three conventions, each with a name.
 
-- ``hardware``: with recomputation and the full attention matrix (arXiv 2104.04473, appendix), or as many keys for each
-  query as a layer's window has. HFU is this rate over the peak. It counts the whole forward pass of a recomputed layer;
-  torch skips that layer's last matmul if nothing after it needs the result.
+- ``hardware``: with recomputation and the full attention matrix (arXiv 2104.04473, appendix), limited to a layer's
+  sliding window. HFU is this rate over the peak. It counts the whole forward pass of a recomputed layer; torch skips
+  that layer's last matmul if nothing after it needs the result.
 - ``model``: without recomputation, with the same attention matrix. It gives MFU as defined in arXiv 2204.02311.
-- ``causal``: without recomputation, with the half of the attention matrix that a causal mask leaves. Where samples have
-  masks of their own (documents, prefixes, padding), with the pairs of a query and a key that these leave.
+- ``causal``: without recomputation, with half of the attention matrix under a causal mask. If samples have masks of
+  their own (documents, prefixes, padding), with the (query, key) pairs that these leave visible.
 
 A rate per token counts the tokens of `training.seq_len`. The layers of a decoder also work on ``decoder_seq_len``
 positions of each sample.
@@ -14,8 +14,9 @@ positions of each sample.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
@@ -32,27 +33,33 @@ def layer_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0
     For GPT: 24h² + 4sh per token and layer (arXiv 2104.04473). ``causal`` counts half of an attention matrix with a
     causal mask.
     """
-    lengths, width = (seq_len, decoder_seq_len), 4 * model.attention_size
-    kinds = zip(model.layer_counts, model.parts.kinds, strict=True)
-    return sum(count * (2 * kind.products(lengths) + width * kind.scores(lengths, causal)) for count, kind in kinds)
+    lengths = (seq_len, decoder_seq_len)
+    width = 4 * model.attention_size
+    return _over_layers(model, lambda kind: 2 * kind.products(lengths) + width * kind.scores(lengths, causal))
+
+
+def _over_layers(model: TransformerConfig, of_kind: Callable[[Any], int]) -> int:
+    """The sum over all layers of a figure that depends on the layer's kind."""
+    return sum(count * of_kind(kind) for count, kind in zip(model.layer_counts, model.parts.kinds, strict=True))
 
 
 def head_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0) -> int:
-    """The same in the matmuls of the head and the output matrix: 2hV for the logits of each token."""
+    """FLOPs of one sample's forward pass in the head and the output matrix: 2hV for the logits of each token."""
     return 2 * model.parts.head_matrices * (decoder_seq_len if model.has_decoder else seq_len)
 
 
 def recomputed_flops(
     model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
 ) -> int:
-    """The same in what activation checkpointing computes again: whole layers, attention cores, or experts.
+    """FLOPs per sample that activation checkpointing recomputes: in whole layers, attention cores, or experts.
 
-    What a compiler chooses within a budget is not known, except for a budget of 0: whole layers.
+    The compiler's choice within a budget is unknown and counts as 0, except for a budget of 0: whole layers.
     """
-    lengths, width, total = (seq_len, decoder_seq_len), 4 * model.attention_size, 0
+    lengths = (seq_len, decoder_seq_len)
+    total = 0
     mode = "full" if recompute.budget == 0 else recompute.mode
     for count, kind in zip(recomputed_layers(model, recompute), model.parts.kinds, strict=True):
-        core = width * kind.scores(lengths)
+        core = 4 * model.attention_size * kind.scores(lengths)
         of_mode = {"full": 2 * kind.products(lengths) + core, "selective": core, "experts": 2 * kind.experts * seq_len}
         total += count * of_mode.get(mode, 0)
     return total
@@ -61,7 +68,7 @@ def recomputed_flops(
 def model_flops_per_token(
     model: TransformerConfig, seq_len: int, causal: bool = False, decoder_seq_len: int = 0
 ) -> float:
-    """Forward plus backward (2 × forward), without recomputation; ``causal`` as of `layer_flops`."""
+    """Forward plus backward (2 × forward), without recomputation; ``causal`` as in `layer_flops`."""
     lengths = seq_len, decoder_seq_len
     return 3 * (layer_flops(model, *lengths, causal) + head_flops(model, *lengths)) / seq_len
 
@@ -75,7 +82,7 @@ def hardware_flops_per_token(
 
 
 def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint) -> tuple[int, ...]:
-    """Number of layers of each kind that activation checkpointing applies to."""
+    """Number of checkpointed layers of each kind."""
     if recompute.mode == "none":
         return (0,) * len(model.layer_counts)
     chosen = Counter(model.layer_kinds[:: recompute.every_n_layers])
@@ -83,14 +90,14 @@ def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint)
 
 
 def visible_pairs(model: TransformerConfig, mask: KeyRanges) -> torch.Tensor:
-    """Pairs of a query and a key that a batch's mask leaves within the layers' windows, in all layers: a scalar."""
+    """Visible (query, key) pairs under a batch's mask and the layers' windows, summed over all layers: a scalar."""
     windows = Counter[int]()
     for kind, count in zip(model.parts.kinds, model.layer_counts, strict=True):
         for core in kind.cores:
             windows[core.window] += count
-    seen = mask.end - mask.first
-    pairs = [count * (seen.clamp(max=window) if window else seen).sum() for window, count in windows.items()]
-    return sum(pairs, seen.new_zeros(()))
+    visible = mask.end - mask.first
+    pairs = [count * (visible.clamp(max=window) if window else visible).sum() for window, count in windows.items()]
+    return sum(pairs, visible.new_zeros(()))
 
 
 def megatron_flops_per_token(
@@ -108,7 +115,7 @@ def megatron_flops_per_token(
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates of one step. Utilisations are shares of the peak, or None if the peak is not known."""
+    """Rates of one step. Utilisations are fractions of the peak, or None if the peak is unknown."""
 
     tokens_per_second: float
     tflops_per_device: float  # Megatron-LM's convention
@@ -119,7 +126,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class ThroughputMeter:
-    """Computes rates; holds everything that they depend on except time."""
+    """Computes the rates of a run's steps."""
 
     model: TransformerConfig
     seq_len: int
@@ -132,22 +139,19 @@ class ThroughputMeter:
     def measure(self, tokens: int, seconds: float, num_pairs: float = 0) -> Throughput:
         """Rates of a step that took ``seconds`` for ``tokens`` tokens on all devices together.
 
-        ``num_pairs`` counts the keys that all queries of the step see in all layers, if its samples have masks of their
-        own.
+        ``num_pairs``: the sum of `visible_pairs` over the step, if its samples have masks of their own.
         """
         per_device = tokens / seconds / self.num_devices / 1e12
         sizes, decoder = (self.model, self.seq_len), self.decoder_seq_len
         full = model_flops_per_token(*sizes, decoder_seq_len=decoder)
         causal = model_flops_per_token(*sizes, causal=True, decoder_seq_len=decoder)
         if num_pairs:  # forward and backward of QKᵀ and PV: 3 · 2 · 2 for each element and pair
-            kinds = zip(self.model.layer_counts, self.model.parts.kinds, strict=True)
-            scores = sum(count * kind.scores((self.seq_len, decoder)) for count, kind in kinds) / self.seq_len
+            scores = _over_layers(self.model, lambda kind: kind.scores((self.seq_len, decoder))) / self.seq_len
             causal = full - 12 * self.model.attention_size * (scores - num_pairs / tokens)
         saved = 0.0
         if self.adapters:  # frozen weights have no gradients: a third of their FLOPs is not computed
-            lengths, parts, counts = (self.seq_len, decoder), self.model.parts, self.model.layer_counts
-            products = sum(n * kind.products(lengths) for n, kind in zip(counts, parts.kinds, strict=True))
-            saved = (2 * products + head_flops(self.model, *lengths)) / self.seq_len - 6 * self.adapters
+            products = _over_layers(self.model, lambda kind: kind.products((self.seq_len, decoder)))
+            saved = (2 * products + head_flops(*sizes, decoder)) / self.seq_len - 6 * self.adapters
 
         def utilisation(flops_per_token: float) -> float | None:
             return None if self.peak_tflops is None else (flops_per_token - saved) * per_device / self.peak_tflops

@@ -11,13 +11,13 @@ from titan_like.metrics.devices import known_device
 
 
 def peak_tflops(gpu: str, dtype: str) -> float | None:
-    """Dense peak of a GPU in TFLOP/s for "float16", "bfloat16" or "float32"; None if it is not known."""
+    """Dense peak of a GPU in TFLOP/s for "float16", "bfloat16" or "float32"; None if it is unknown."""
     device = known_device(gpu)
     return None if device is None or dtype not in device.peak else device.peak[dtype] / 1e12
 
 
 def device_name(device: torch.device) -> str:
-    """The name to look the peak up by; "" for a CPU."""
+    """The GPU's name in devices.toml's patterns; "" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 

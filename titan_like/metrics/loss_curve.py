@@ -1,4 +1,4 @@
-"""Losses of runs as a picture, and as a few lines of text for a terminal."""
+"""Loss curves of runs, as a picture and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Curve = list[tuple[int, float]]
 
 
 def read_losses(path: Path) -> dict[str, Curve]:
-    """Each ``loss``, ``validation_loss`` and ``validation_loss/NAME`` in a metrics.jsonl, as far as it is finite."""
+    """The finite values of ``loss``, ``validation_loss`` and each ``validation_loss/NAME`` in a metrics.jsonl."""
     curves = {key: [point for point in curve if not isnan(point[1])] for key, curve in _read(path).items()}
     return {key: curve for key, curve in curves.items() if curve and key not in _AMOUNTS}
 
@@ -42,8 +42,9 @@ def _read(path: Path) -> defaultdict[str, Curve]:
 
 
 def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Losses, tokens, seconds of the steps alone, and settings that differ, by row of a table and name of the run."""
-    rows, settings = defaultdict[str, dict[str, Any]](dict), {name: read_settings(folders[name]) for name in folders}
+    """A table of runs, by row and name of the run: losses, tokens, training seconds, and settings that differ."""
+    rows = defaultdict[str, dict[str, Any]](dict)
+    settings = {name: read_settings(folder) for name, folder in folders.items()}
     figures = {name: _read(folder / METRICS_FILE) for name, folder in folders.items()}
     for name, curves in figures.items():
         for key in sorted({*curves} - {*_AMOUNTS}):
@@ -52,7 +53,8 @@ def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
             rows[f"best {key}"][name], rows[f"step of best {key}"][name] = best
     for name, curves in figures.items():
         tokens, seconds = ([amount for _, amount in curves[key] if not isnan(amount)] for key in _AMOUNTS)
-        rows["tokens"][name], rows["seconds"][name] = max(tokens, default=None), sum(seconds)
+        rows["tokens"][name] = max(tokens, default=None)
+        rows["seconds"][name] = sum(seconds)
     for key in sorted({*chain(*settings.values())} - {*_PLACES}):
         values = {name: of_run.get(key) for name, of_run in settings.items() if of_run}
         if any(value != next(iter(values.values())) for value in values.values()):
@@ -75,11 +77,12 @@ def _cell(value: Any) -> str:
 
 
 def text_curves(runs: Mapping[str, Curve], width: int = 72, height: int = 16, colours: bool = False) -> str:
-    """The curves of runs over one another, each with a mark of its own, in ASCII; a column is the median of its steps.
+    """The curves of runs in one ASCII plot, each with its own mark; a column is the median of its steps.
 
-    ``@`` is where several runs are. With ``colours``, marks are also coloured for a terminal.
+    ``@`` marks overlaps. With ``colours``, marks are also coloured for a terminal.
     """
-    width, steps = max(1, width), [step for curve in runs.values() for step, _ in curve]
+    width = max(1, width)
+    steps = [step for curve in runs.values() for step, _ in curve]
     first, last = min(steps), max(steps)
     drawn = list[dict[int, float]]()
     for curve in runs.values():
@@ -99,7 +102,7 @@ def text_curves(runs: Mapping[str, Curve], width: int = 72, height: int = 16, co
 
 
 def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int = 10) -> str:
-    """The curve in block characters; a column is the median of equally many steps, give or take one."""
+    """The curve of one run in block characters; a column is the median of its steps."""
     width = max(1, min(width, len(losses)))
     edges = [len(losses) * column // width for column in range(width + 1)]
     columns = [median(loss for _, loss in losses[a:b]) for a, b in pairwise(edges)]
@@ -110,14 +113,14 @@ def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int
 
 
 def _with_axes(rows: Sequence[str], low: float, high: float, first: int, last: int, width: int) -> str:
-    """Rows, the lowest first, with the lowest and the highest loss, above the first and the last step."""
+    """The rows of a plot, given from the lowest up, with the range of losses on the left and of steps below."""
     labels = {0: f"{low:.3f}", len(rows) - 1: f"{high:.3f}"}
     lines = [f"{labels.get(number, ''):>8s} {row}" for number, row in enumerate(rows)]
     return "\n".join([*reversed(lines), f"{'step':>8s}  {first} {last:>{max(width - len(str(first)) - 1, 1)}}"])
 
 
 def draw_losses(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
-    """Draw the losses of runs by name: of each step, averaged over the steps around it, and of validations."""
+    """Draw the losses of runs by name: each step's, their moving average, and validations."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

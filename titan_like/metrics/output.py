@@ -1,4 +1,4 @@
-"""Standard streams whose failure does not end training."""
+"""Standard streams that never raise, so that a closed terminal does not end training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 def outlive_output() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that never raise.
 
-    A stream may end in a broken pipe or a full disk, or have an ASCII locale. Text that cannot be written is dropped.
-    The first time that happens to stdout, one line on stderr says so.
+    Text that cannot be written (broken pipe, full disk) is dropped, with one line on stderr the first time that stdout
+    fails. Characters that the encoding lacks are escaped.
     """
     sys.stderr, sys.stdout = _lenient(sys.stderr, 2), _lenient(sys.stdout, 1)
 
@@ -37,12 +37,12 @@ class _LenientFile(io.FileIO):
     _is_reported = False
 
     def write(self, data: Any) -> int:
-        """Write, or drop the data; the first time, report it."""
+        """Write the data or drop it."""
         try:
             return super().write(data) or len(data)  # nothing is written where a pipe does not block
         except OSError as error:
             if self.fileno() == 1 and not self._is_reported:
-                problem = f"stdout cannot be written ({error.strerror}); training goes on without it"
-                print(problem, file=sys.stderr, flush=True)
+                message = f"stdout cannot be written ({error.strerror}); training continues without it"
+                print(message, file=sys.stderr, flush=True)
             self._is_reported = True
             return len(data)

@@ -1,4 +1,4 @@
-"""The steps that [profiling] selects: timelines of their passes, and traces of torch.profiler."""
+"""Timelines and torch.profiler traces of the steps that [profiling] selects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Traces steps on any rank, and times steps on the first pipeline: the ranks that are 0 in all other dimensions."""
+    """Traces steps on any rank, and times steps on the first pipeline (rank 0 of every other dimension)."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StepProfiler:
         self._is_tracing = not config.profiling.trace_ranks or dist.get_rank() in config.profiling.trace_ranks
         self._trace: torch.profiler.profile | None = None
 
-    def looks_at(self, step: int) -> bool:
+    def profiles(self, step: int) -> bool:
         """Whether any process profiles the step. All processes return the same."""
         return self._is_traced(step) or self._is_timed(step)
 
@@ -52,7 +52,7 @@ class StepProfiler:
         return step in self._section.timeline_steps or bool(interval and step % interval == 0)
 
     def _is_traced(self, step: int) -> bool:
-        """Whether torch.profiler is on in the step, even if only to warm up for a step that it records."""
+        """Whether torch.profiler is on in the step, to record it or to warm up."""
         return any(0 <= traced - step <= self._section.trace_warmup_steps for traced in self._section.trace_steps)
 
     def begin(self, step: int) -> None:
@@ -68,7 +68,7 @@ class StepProfiler:
             self._pipeline.timeline = Timeline(self._device, self._group)
 
     def mark(self, phase: str) -> None:
-        """Name the phase of a step that has just ended; it began after the passes, or at the last mark."""
+        """End a phase of the step, which began after the passes or at the previous mark."""
         if self._pipeline.timeline is not None:
             self._pipeline.timeline.mark(phase)
 
@@ -106,8 +106,8 @@ def write_timeline(timeline: StepTimeline, step: int, folder: Path) -> str:
     path.write_text(json.dumps(chrome_trace(timeline)) + "\n", encoding="utf-8")
     path.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
     if not can_draw():
-        cure = "a picture needs matplotlib: pip install 'titan_like[plot]'"
-        return f"{text}\nsaved {path} and .txt ({cure})"
+        hint = "a picture needs matplotlib: pip install 'titan_like[plot]'"
+        return f"{text}\nsaved {path} and .txt ({hint})"
     steps = [(f"step {step}, measured", timeline), ("its passes without messages and gaps", as_simulated(timeline))]
     draw(steps, path.with_suffix(".png"))
     return f"{text}\nsaved {path}, .txt and .png"

@@ -1,4 +1,4 @@
-"""What trackers show of a run besides its figures: a name, and everything that decided how it went."""
+"""The name and the configuration of a run, as trackers show them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_name(config: JobConfig, layout: Layout) -> str:
 
 
 def run_facts(config: JobConfig, model: TransformerConfig, layout: Layout) -> dict[str, Any]:
-    """The configuration, and what follows from it: plain values in nested dictionaries."""
+    """The configuration with the model's shape, layout and versions: plain values in nested dictionaries."""
     versions = {"titan_like": __version__}
     for name in _VERSIONS:
         with suppress(ModuleNotFoundError):

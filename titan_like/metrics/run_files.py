@@ -1,7 +1,4 @@
-"""Which run each file of metrics in a folder belongs to, as its lines say.
-
-``metrics.jsonl`` is the current run's. Earlier runs' files are ``metrics.1.jsonl``, ``metrics.2.jsonl`` and so on.
-"""
+"""Metrics files of the runs in a folder: metrics.jsonl of the current run, metrics.1.jsonl, … of earlier ones."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.json"
 
 
 def run_of(path: Path) -> str | None:
-    """The id of the run that wrote the last line of a file; None if no line is complete, or it does not say."""
+    """The id of the run that wrote the last complete line of a file; None without such a line or id."""
     lines = complete_lines(path) if path.exists() else []
     return json.loads(lines[-1][1]).get("run_id") if lines else None
 
@@ -33,14 +30,14 @@ def lacks_validation(path: Path, run_id: str, step: int) -> bool:
 
 
 def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) -> int:
-    """Let ``path`` be the file of a run that begins after ``start_step``, with its lines up to there, or no file.
+    """Prepare ``path`` for a run that begins after ``start_step``: its own lines up to there, or no file.
 
-    The file of another run is renamed, the first one to metrics.1.jsonl. A run that resumes takes its own file back if
-    another run had renamed it. If the run ``goes_back`` at its user's wish, the file with later lines is kept too.
-    Returns the last step that the run's own lines had.
+    Another run's file is renamed to metrics.1.jsonl or the next number. A resumed run gets back its own file if another
+    run renamed it. If the run ``goes_back`` because of `checkpoint.load_step`, the file with later lines is kept too.
+    Returns the last step in the run's own lines.
     """
     resumes = start_step > 0
-    # A file whose run is not known is taken for the run's own if the run resumes.
+    # A resumed run keeps a file without an id.
     is_own = resumes and run_of(path) in (run_id, None)
     if not is_own and path.exists() and path.stat().st_size:
         os.rename(path, _next_aside(path))
@@ -51,7 +48,7 @@ def own_file(path: Path, start_step: int, run_id: str, goes_back: bool = False) 
 
 
 def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> int:
-    """Drop all but the complete lines of steps up to ``step``, and return the last step that there was."""
+    """Keep only complete lines of steps up to ``step``. Returns the last step of the file before."""
     content, lines = path.read_bytes(), complete_lines(path)
     kept = "".join(line for number, line in lines if number <= step).encode()
     if keeps_copy and any(number > step for number, _ in lines):
@@ -64,7 +61,7 @@ def _drop_lines_after(step: int, path: Path, keeps_copy: bool) -> int:
 
 
 def complete_lines(path: Path) -> list[tuple[int, str]]:
-    """Each complete line of a metrics.jsonl, with its step; a `ConfigError` if the file cannot be read."""
+    """Each complete line of a metrics.jsonl, with its step. Raises a `ConfigError` if the file cannot be read."""
     lines = []
     with user_file(path, blaming("job.dump_folder", str(path), "move it away")):
         content = path.read_text(encoding="utf-8", errors="replace")
@@ -76,13 +73,13 @@ def complete_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def write_settings(folder: Path, config: JobConfig) -> None:
-    """Keep the settings of the latest run in its folder, for comparisons. A full disk does not end the run."""
+    """Write the settings of the latest run to its folder, for comparisons. A full disk does not end the run."""
     with suppress(OSError):
         _replace(folder / SETTINGS_FILE, json.dumps(config.model_dump(mode="json"), indent=2).encode())
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the latest run in a folder by ``section.key``; none if it did not keep them."""
+    """The settings of the latest run in a folder by ``section.key``; empty if there is no settings.json."""
     path = folder / SETTINGS_FILE
     if not path.exists():
         return {}
@@ -98,11 +95,11 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _next_aside(path: Path) -> Path:
-    """The name that the next file to be put aside gets."""
+    """The new name of the next file to rename."""
     return path.with_name(f"{path.stem}.{1 + max(_aside(path), default=0)}{path.suffix}")
 
 
 def _aside(path: Path) -> dict[int, Path]:
-    """The files that have been put aside, by their numbers."""
+    """The renamed files of earlier runs, by number."""
     by_number = {path.stem.removeprefix("metrics."): path for path in path.parent.glob(f"{path.stem}.*{path.suffix}")}
     return {int(number): path for number, path in by_number.items() if number.isdecimal()}

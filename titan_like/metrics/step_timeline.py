@@ -1,6 +1,6 @@
-"""One training step of a pipeline on one clock: what each rank computed and waited for, and when.
+"""The timeline of one pipeline step: each rank's passes, waits and phases on one clock.
 
-It is kept as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), which also holds its fields.
+It is stored as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), together with its fields.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _Span = TypeVar("_Span", Event, Phase)
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """A step, measured or simulated, in seconds from the start of its first pass.
-
-    Times of different ranks compare within ``clock_error``.
-    """
+    """A step, measured or simulated: seconds from its first pass, by clocks that agree within ``clock_error``."""
 
     schedule: str
     pipeline_degree: int
@@ -64,7 +61,8 @@ class StepTimeline:
 
     def senders(self, action: Action) -> list[Event]:
         """The passes on other ranks whose results this one needs."""
-        needed, ranks = inputs(action, len(self.ranks)), self.ranks
+        ranks = self.ranks
+        needed = inputs(action, len(ranks))
         return [self._makers[source] for source in needed if ranks[source.stage] != ranks[action.stage]]
 
     @cached_property
@@ -72,7 +70,7 @@ class StepTimeline:
         return {outcome(event.action): event for event in self.passes}
 
     def after_passes(self) -> dict[str, float]:
-        """Seconds that each phase adds to the step, up to the moment when the last rank has finished it."""
+        """Seconds that each phase adds to the step, until the last rank has finished it."""
         reached, added = self.seconds, {}
         for name in dict.fromkeys(phase.name for phase in self.phases):
             end = max(phase.end for phase in self.phases if phase.name == name)
@@ -119,13 +117,13 @@ def simulated(
 
 
 def as_simulated(step: StepTimeline) -> StepTimeline:
-    """The same step without messages and gaps: every pass takes the mean time of its kind in its stage."""
+    """The same step without messages and gaps: every pass has the mean time of its kind in its stage."""
     shape, means = (step.schedule, step.pipeline_degree, step.virtual_stages), step.mean_seconds()
     return simulated(*shape, step.num_microbatches, lambda action: means[action.kind, action.stage])
 
 
 def clock_offset(reference: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(how far another clock is ahead, the error of this), from collectives that both ranks took part in.
+    """(offset of another clock, error of the offset), from collectives that both ranks took part in.
 
     A meeting is the pair of times at which a rank enters and leaves a collective. No rank leaves before all have
     entered. If the other clock is ahead by o, then ``in_other - o <= out_reference`` and
@@ -186,7 +184,7 @@ class _Trace(BaseModel):
 
 
 def read_trace(path: Path) -> StepTimeline:
-    """Read the JSON of `chrome_trace` back; for any other file a `ValueError` with the predicate of a sentence."""
+    """Read the JSON of `chrome_trace`. Raises a `ValueError` with the predicate of a sentence for any other file."""
     with user_file(path, ValueError, "is no timeline"):
         step = _Trace.model_validate_json(path.read_bytes()).timeline
         order = defaultdict(list)

@@ -27,12 +27,12 @@ _ROW, _GAP = 0.38, 0.75  # inches of a rank's row, and between two steps
 
 
 def can_draw() -> bool:
-    """Tell whether matplotlib is installed."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_picture(option: str, path: str | None) -> None:
-    """Refuse a file of another ending than .png or .svg, and any without matplotlib."""
+    """Refuse a file that is not .png or .svg, and any file without matplotlib."""
     require(path is None or Path(path).suffix in (".png", ".svg"), option, path, "name a .png or .svg file")
     require(path is None or can_draw(), option, path, "needs matplotlib: pip install 'titan_like[plot]'")
 
@@ -40,8 +40,8 @@ def check_picture(option: str, path: str | None) -> None:
 def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 12.0) -> None:
     """Draw steps with their titles, one above the other, on one time axis; ``width`` is in inches.
 
-    A row is a rank, a box a pass with the number of its microbatch, counted from 0. The stages of a rank differ in
-    shade, from the darkest to the lightest. Grey is idle.
+    A row is a rank, a box a pass with the number of its microbatch, counted from 0. Shades, from dark to light, are the
+    stages of a rank. Grey is idle.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -63,7 +63,9 @@ def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 1
 
 def _draw_step(panel: Axes, step: StepTimeline, inches_per_second: float) -> None:
     for rank in range(step.pipeline_degree):
-        spans, colours, edges = [(0.0, 1000 * step.seconds)], [_IDLE], [0.0]
+        spans = [(0.0, 1000 * step.seconds)]
+        colours = [_IDLE]
+        edges = [0.0]
         for _, (kind, stage, microbatch), start, end in (event for event in step.passes if event.rank == rank):
             shade = step.ranks[:stage].count(rank) / max(step.ranks.count(rank) - 1, 1)
             inches, digits = inches_per_second * (end - start), len(str(microbatch))
@@ -74,7 +76,7 @@ def _draw_step(panel: Axes, step: StepTimeline, inches_per_second: float) -> Non
                 middle, size = 500 * (start + end), min(8.0, 80 * inches / digits)
                 colour = "white" if shade < 0.5 else "black"
                 panel.text(middle, rank, str(microbatch), color=colour, size=size, ha="center", va="center")
-        # One artist for all boxes of a rank: one each would take minutes for the tens of thousands of a large step.
+        # One artist draws all boxes of a rank: one artist a box would need minutes for a large step.
         panel.broken_barh(spans, (rank - 0.5, 1), facecolors=colours, edgecolors="white", linewidths=edges)
     panel.set(xlim=(0, 1000 * step.seconds), ylim=(step.pipeline_degree - 0.5, -0.5))
     panel.set_yticks(range(step.pipeline_degree), [f"rank {rank}" for rank in range(step.pipeline_degree)])

@@ -1,4 +1,4 @@
-"""A step's timeline in figures and text: bubble, slowest stage, a lane per rank, and how two steps differ."""
+"""A step's timeline in figures and text: bubble, slowest stage, a lane per rank, and the differences of two steps."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _AFTER = {"gradient norm": "optimizer"}  # a prediction does not separate them
 
 
 class RankShares(NamedTuple):
-    """Where one rank's time between the step's first and last pass went, in seconds."""
+    """The parts of one rank's time between the step's first and last pass, in seconds."""
 
     compute: float
     bubble: float  # waiting for passes of other ranks, and idle after its own last pass
     exposed_communication: float  # waiting for messages whose data was already computed
-    other: float  # between passes, not waiting for an input: posting messages, waiting for a send to complete
+    other: float  # between passes without waiting for an input: posting messages, completing sends
 
 
 @dataclass(frozen=True)
 class TimelineFigures:
-    """The step in a few numbers."""
+    """The main figures of a step."""
 
     bubble_fraction: float  # idle over compute time of the busiest rank (arXiv 2104.04473)
     bubble_fraction_simulated: float  # the same without messages and gaps; see `as_simulated`
@@ -49,7 +49,7 @@ class TimelineFigures:
     stage_seconds: list[float]  # time of one microbatch's passes in each stage
 
     def as_metrics(self) -> dict[str, float]:
-        """The figures that metrics.jsonl and the other writers receive, by their keys."""
+        """The figures for metrics.jsonl and trackers, by key."""
         return {name: value for name, value in vars(self).items() if not isinstance(value, list)}
 
 
@@ -59,12 +59,11 @@ def figures(timeline: StepTimeline) -> TimelineFigures:
     means, shares = timeline.mean_seconds(), rank_shares(timeline)
     stage_seconds = [sum(time for (_, owner), time in means.items() if owner == stage) for stage in stages]
     slowest = max(stages, key=stage_seconds.__getitem__)
+    ideal = ideal_bubble(timeline.schedule, degree, timeline.virtual_stages, timeline.num_microbatches)
     return TimelineFigures(
         bubble_fraction=bubble_fraction(timeline.passes, degree),
         bubble_fraction_simulated=bubble_fraction(as_simulated(timeline).passes, degree),
-        bubble_fraction_ideal=ideal_bubble(
-            timeline.schedule, degree, timeline.virtual_stages, timeline.num_microbatches
-        ),
+        bubble_fraction_ideal=ideal,
         slowest_stage=slowest,
         slowest_stage_excess=stage_seconds[slowest] / fmean(stage_seconds) - 1,
         exposed_communication=sum(share.exposed_communication for share in shares) / (degree * timeline.seconds),
@@ -90,7 +89,7 @@ def rank_shares(timeline: StepTimeline) -> list[RankShares]:
 
 
 def headline(step: StepTimeline) -> str:
-    """A step's pipeline, and how long it takes."""
+    """A line with the pipeline and the time of a step."""
     stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
     of_each = f" of {stages} stages each" if stages > 1 else ""
     ranks = "1 rank" if step.pipeline_degree == 1 else f"{step.pipeline_degree} ranks"
@@ -99,7 +98,7 @@ def headline(step: StepTimeline) -> str:
 
 
 def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
-    """The bubble, and what follows the last pass."""
+    """Lines about the bubble, and about the phases after the last pass."""
     names = list(parts)[list(parts).index("first to last pass") + 1 : -1]
     after = "".join(f"{name} {milliseconds(parts[name])} ms, " for name in names)
     return [
@@ -112,7 +111,8 @@ def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
 
 def report(timeline: StepTimeline, title: str) -> str:
     """The figures as text for a terminal."""
-    summary, means, total = figures(timeline), timeline.mean_seconds(), timeline.seconds
+    summary = figures(timeline)
+    means = timeline.mean_seconds()
     kinds = [kind for kind in KINDS if any(kind == other for other, _ in means)]
     columns = (*(KINDS[kind] for kind in kinds), "sum", "to the mean")
     stages = _table("time of one microbatch in each stage (ms)", ("stage", "rank"), columns)
@@ -123,7 +123,7 @@ def report(timeline: StepTimeline, title: str) -> str:
         off = round(100 * (seconds / fmean(summary.stage_seconds) - 1), 1) + 0.0  # no minus zero
         stages.add_row(str(stage), str(rank), *times, milliseconds(seconds), f"{off:+.1f}%")
     for rank, share in enumerate(summary.ranks):
-        ranks.add_row(str(rank), *map(milliseconds, (*share, total)))
+        ranks.add_row(str(rank), *map(milliseconds, (*share, timeline.seconds)))
     parts: list[str | Table] = [
         f"{title}: {headline(timeline)}",
         stages,
@@ -133,7 +133,7 @@ def report(timeline: StepTimeline, title: str) -> str:
         *sentences(summary, parts_of(timeline)),
     ]
     if timeline.pipeline_degree > 1:
-        parts.append(f"times of different ranks compare within {milliseconds(timeline.clock_error)} ms")
+        parts.append(f"clocks of different ranks agree within {milliseconds(timeline.clock_error)} ms")
     text = StringIO()  # not the terminal, whose encoding would change the tables' lines
     Console(file=text, width=_WIDTH, highlight=False, color_system=None).print(Group(*parts))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
@@ -153,10 +153,12 @@ def milliseconds(seconds: float) -> str:
 def lanes(step: StepTimeline, width: int, seconds: float | None = None) -> list[str]:
     """One line per rank, with ``width`` columns for the time from 0 to ``seconds`` (default: the step's end).
 
-    A column shows what took most of its time: a dot for idle, or a pass, which begins with its letter and, if there is
-    room, the number of its microbatch.
+    A column shows the longest part of its time: a dot for idle, or a pass, which begins with its letter and, if there
+    is room, the number of its microbatch.
     """
-    scale, columns, text = width / (seconds or step.seconds), np.arange(width), []
+    scale = width / (seconds or step.seconds)
+    columns = np.arange(width)
+    text = []
     for rank in range(step.pipeline_degree):
         passes = [event for event in step.passes if event.rank == rank]
         starts, ends = (scale * np.array([times]).T for times in zip(*(event[2:] for event in passes), strict=True))
@@ -185,9 +187,9 @@ class PartOfSteps(NamedTuple):
 
 
 def parts_of(step: StepTimeline) -> dict[str, float]:
-    """Where a step's time goes, in seconds.
+    """The parts of a step's time, in seconds, by name.
 
-    The parts before "first to last pass" add up to it. The phases after the last pass follow, then the whole step.
+    The parts before "first to last pass" sum up to it. The phases after the last pass follow, then the whole step.
     """
     parts: dict[str, float] = {}
     for kind, name in _PARTS.items():
@@ -205,7 +207,7 @@ def parts_of(step: StepTimeline) -> dict[str, float]:
 
 
 def differences(predicted: StepTimeline, measured: StepTimeline) -> list[PartOfSteps]:
-    """The parts of two steps side by side, with 0 for a part that one of them lacks. The whole step comes last."""
+    """The parts of two steps, with 0 for a part that one of them lacks. The whole step comes last."""
     expected, actual = parts_of(predicted), parts_of(measured)
     names = [name for name in dict.fromkeys((*expected, *actual)) if name != "step"]
     return [PartOfSteps(name, expected.get(name, 0.0), actual.get(name, 0.0)) for name in (*names, "step")]

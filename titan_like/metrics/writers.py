@@ -28,11 +28,11 @@ from titan_like.parallel.layout import Layout
 
 
 class RunEnd(NamedTuple):
-    """How a run ended, as trackers show it."""
+    """The end of a run, as trackers show it."""
 
     exit_code: int = 0
     signal: int = 0  # the signal that stopped it before its last step, or 0
-    reason: str = ""  # what went wrong
+    reason: str = ""  # of a failure
 
     def __str__(self) -> str:
         stopped = f"stopped by {signal.Signals(self.signal).name}" if self.signal else ""
@@ -45,7 +45,7 @@ FINISHED = RunEnd()
 def build_writers(
     config: JobConfig, model: TransformerConfig, layout: Layout, start_step: int, run_id: str
 ) -> list[Writer]:
-    """The writers that [metrics] enables, which drop an earlier attempt's records after ``start_step`` as `go_back`."""
+    """The writers that [metrics] enables, without an earlier attempt's records after ``start_step``; see `go_back`."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_settings(folder, config)
@@ -59,19 +59,19 @@ def build_writers(
         writers.append(WandbWriter(config, folder, run_id, name, facts))
     if config.metrics.mlflow:
         writers.append(MLflowWriter(config, run_id, name, facts))
-    _name_keepers(writers, start_step)
+    _name_append_only(writers, start_step)
     return writers
 
 
 def go_back(writers: Sequence[Writer], step: int) -> None:
-    """Let the writers drop the records after ``step``, which are trained again. A line names those that cannot."""
+    """Drop the writers' records after ``step``, from which the run trains again. A line names append-only writers."""
     for writer in writers:
         writer.go_back(step)
-    _name_keepers(writers, step)
+    _name_append_only(writers, step)
 
 
-def _name_keepers(writers: Sequence[Writer], step: int) -> None:
-    names = [writer.name for writer in writers if writer.keeps]
+def _name_append_only(writers: Sequence[Writer], step: int) -> None:
+    names = [writer.name for writer in writers if writer.is_append_only]
     last = max((writer.last_step for writer in writers), default=step)
     if names and last > step:
         steps = f"step {last}" if last == step + 1 else f"steps {step + 1} to {last}"
@@ -79,7 +79,7 @@ def _name_keepers(writers: Sequence[Writer], step: int) -> None:
 
 
 def grouped(key: str) -> str:
-    """The name that trackers show a figure under, such as train/loss, validation/loss and throughput/mfu_model."""
+    """The name of a figure in trackers, such as train/loss, validation/loss and throughput/mfu_model."""
     if key.startswith("validation_"):
         return key.replace("_", "/", 1)
     return key if "/" in key else f"{_groups().get(key, 'train')}/{key}"
@@ -87,7 +87,7 @@ def grouped(key: str) -> str:
 
 @cache
 def _groups() -> dict[str, str]:
-    # These need torch, without which settings are checked.
+    # These import torch, which is not needed to check settings.
     from titan_like.metrics.timeline_report import TimelineFigures
     from titan_like.parallel.expert_balance import FIGURES
 
@@ -106,20 +106,20 @@ def check_trackers(metrics: Metrics) -> None:
         try:
             MlflowClient()
         except Exception as error:  # MLflow has many kinds
-            cure = "set MLFLOW_TRACKING_URI to a server's address, or install the package mlflow, which can do without"
-            raise ConfigError("metrics.mlflow", True, f"{first_line(error)[:100]}…; {cure}") from None
-    if metrics.wandb and metrics.wandb_mode == "online" and not _wandb_key_configured():
-        problem = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
-        raise ConfigError("metrics.wandb_mode", metrics.wandb_mode, problem)
+            hint = "set MLFLOW_TRACKING_URI to a server's address, or install the package mlflow for local files"
+            raise ConfigError("metrics.mlflow", True, f"{first_line(error)[:100]}…; {hint}") from None
+    needs_key = metrics.wandb and metrics.wandb_mode == "online"
+    reason = 'no wandb key is configured; run "wandb login", set WANDB_API_KEY or use "offline"'
+    require(not needs_key or _wandb_key_configured(), "metrics.wandb_mode", metrics.wandb_mode, reason)
 
 
 class Writer:
-    """Receives the steps in order; a validation adds values to the last. Its first error is printed, none is raised."""
+    """Receives the steps in order; a validation adds values to the last. It prints its first error and raises none."""
 
-    keeps = False  # whether its records of steps that are trained again cannot be removed
-    last_step = 0  # that a file had until now
-    errors: type[Exception] = Exception  # each tracker has kinds of its own
-    tries_again = False  # after an error
+    is_append_only = False  # whether records cannot be removed when their steps are trained again
+    last_step = 0  # of an existing file
+    errors: type[Exception] = Exception  # each tracker has its own types
+    retries = False  # after an error
     consequence = "gets no more figures; metrics.jsonl has them"
 
     def __init__(self, name: str) -> None:
@@ -130,11 +130,11 @@ class Writer:
         self._attempt(self._write, step, {grouped(key): x for key, x in values.items() if x is not None})
 
     def close(self, end: RunEnd = FINISHED) -> None:
-        """Record what waits, and how the run ended."""
+        """Send pending records and the end of the run."""
         self._attempt(self._close, end)
 
     def go_back(self, step: int) -> None:
-        """Drop the records after ``step``, unless the writer ``keeps`` them."""
+        """Drop the records after ``step``, unless the writer is append-only."""
 
     def _write(self, step: int, figures: Mapping[str, Any]) -> None:
         raise NotImplementedError
@@ -143,7 +143,7 @@ class Writer:
         raise NotImplementedError
 
     def _attempt(self, action: Callable[..., object], *arguments: Any) -> None:
-        if self._has_failed and not self.tries_again:
+        if self._has_failed and not self.retries:
             return
         try:
             action(*arguments)
@@ -157,11 +157,13 @@ class Writer:
 class JsonLinesWriter(Writer):
     """Writes one JSON object per line; NaN and infinity, which JSON lacks, become null.
 
-    `own_file` says what becomes of the file of another run. Steps for which a full disk has no room are left out. No
-    other job writes to the folder, because this job holds its lock.
+    `own_file` handles another run's file. Steps for which a full disk has no room are left out. No other job writes to
+    the folder, because this job has locked it.
     """
 
-    errors, tries_again, consequence = OSError, True, "lacks steps"
+    errors = OSError
+    retries = True
+    consequence = "lacks steps"
 
     def __init__(self, path: Path, start_step: int, run_id: str, goes_back: bool = False) -> None:
         super().__init__(str(path))
@@ -181,7 +183,8 @@ class JsonLinesWriter(Writer):
 
     def _write(self, step: int, figures: Mapping[str, Any]) -> None:
         finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in figures.items()}
-        adds, self._step = step == self._step, None
+        adds = step == self._step
+        self._step = None  # in case the line cannot be written
         line = json.dumps(finite if adds else {"step": step} | finite | {"run_id": self._run_id})
         file = self._opened()
         size = file.seek(-2 if adds else 0, os.SEEK_END)  # a line ends with a brace and a newline
@@ -248,12 +251,12 @@ class WandbWriter(Writer):
     If the server refuses or does not answer, the run is logged offline.
     """
 
-    keeps = True
+    is_append_only = True
 
     def __init__(self, config: JobConfig, folder: Path, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         super().__init__("wandb")
         self._step = 0  # the last one that was logged
-        for wait in ("INIT", "FINISH"):  # the run waits for them
+        for wait in ("INIT", "FINISH"):  # both block the run
             os.environ.setdefault(f"WANDB_{wait}_TIMEOUT", "15")
         mode: Any = config.metrics.wandb_mode
         if mode == "auto":  # wandb reads the variable itself
@@ -283,12 +286,12 @@ class WandbWriter(Writer):
             print(f" wandb gets no figures ({reason}); they are kept offline, {sync}", flush=True)
 
     def _write(self, step: int, figures: Mapping[str, Any]) -> None:
-        if step >= max(self._step, self._run.starting_step):  # it takes nothing after a later step
+        if step >= max(self._step, self._run.starting_step):  # wandb refuses steps before the last one
             self._run.log(figures, step=step)
             self._step = step
 
     def _close(self, end: RunEnd) -> None:
-        """Finish the run: finished, failed, killed (255, as after Ctrl-C in any run of wandb's) or preempted."""
+        """Finish the run: finished, failed, killed (255, as wandb itself does after Ctrl-C) or preempted."""
         self._run.summary["end"] = str(end)
         exit_code = 255 if end.signal else end.exit_code
         if end.signal in (signal.SIGTERM, signal.SIGUSR1):  # a cluster's
@@ -298,25 +301,25 @@ class WandbWriter(Writer):
 
 
 class MLflowWriter(Writer):
-    """Logs to MLflow. A run that goes on is found there by its id.
+    """Logs to MLflow. A resumed run continues the MLflow run with its id.
 
-    Steps that it passes again are there twice, because nothing can be removed from MLflow.
+    Steps that are trained again appear twice, because MLflow's records cannot be removed.
     """
 
-    keeps = True
+    is_append_only = True
 
     def __init__(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
 
         super().__init__("MLflow")
-        for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "10")):  # a step waits for them
+        for limit, value in (("MAX_RETRIES", "2"), ("TIMEOUT", "10")):  # requests block a step
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{limit}", value)
         self._client, self._run = MlflowClient(), ""
-        self._waiting, self._sent = list[Any](), -math.inf  # figures, and when the last ones were sent
+        self._pending, self._sent = list[Any](), -math.inf  # metrics, and the time of the last request
         self._attempt(self._begin, config, run_id, name, facts)
 
     def _begin(self, config: JobConfig, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        """Begin the run there, or go on with it."""
+        """Create the run in MLflow, or continue it."""
         from mlflow.entities import Param
 
         client, title = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "titan_like")
@@ -338,25 +341,25 @@ class MLflowWriter(Writer):
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        self._waiting += [Metric(_INVALID.sub("_", key), value, now, step) for key, value in figures.items()]
-        if time.monotonic() - self._sent > _MLFLOW_SECONDS or len(self._waiting) > _MLFLOW_METRICS:
-            self._client.log_batch(self._run, metrics=self._waiting)
-            self._waiting, self._sent = [], time.monotonic()
+        self._pending += [Metric(_INVALID.sub("_", key), value, now, step) for key, value in figures.items()]
+        if time.monotonic() - self._sent > _MLFLOW_SECONDS or len(self._pending) > _MLFLOW_METRICS:
+            self._client.log_batch(self._run, metrics=self._pending)
+            self._pending, self._sent = [], time.monotonic()
 
     def _close(self, end: RunEnd) -> None:
-        """Send what waits, and end the run: finished, failed or killed."""
+        """Send pending metrics, and end the run: finished, failed or killed."""
         from mlflow.entities import RunTag
 
         status = "KILLED" if end.signal else "FAILED" if end.exit_code else "FINISHED"
         tags = [RunTag("titan_like.exit_code", str(end.exit_code)), RunTag("titan_like.end", str(end))]
-        self._client.log_batch(self._run, metrics=self._waiting, tags=tags)
+        self._client.log_batch(self._run, metrics=self._pending, tags=tags)
         self._client.set_terminated(self._run, status)
 
 
 _RUN_TAG = "titan_like.run_id"
 _MLFLOW_PARAMS, _MLFLOW_METRICS = 100, 500  # in one request, which may have twice as many metrics
-_MLFLOW_SECONDS = 5.0  # between requests, for which the training loop waits
-_INVALID = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not take in names
+_MLFLOW_SECONDS = 5.0  # between requests, which block the training loop
+_INVALID = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

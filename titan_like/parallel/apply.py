@@ -143,8 +143,8 @@ def build_stage(
         try:
             apply_tensor_parallel(module, mesh["tp"], layout.sequence_parallel)
         except ValueError as error:
-            problem = f"{error}; correct the family's sharding module"
-            raise ConfigError("model.family", config.model.family, problem) from None
+            reason = f"{error}; correct the family's sharding module"
+            raise ConfigError("model.family", config.model.family, reason) from None
     if config.lora.rank:
         freeze(module, dtype)
     if context is not None:
@@ -153,8 +153,8 @@ def build_stage(
         try:
             from titan_like.parallel.float8 import use_float8  # which imports torchao
         except ImportError as error:
-            problem = f'torchao cannot be used ({error}); pip install "titan_like[float8]", or set it to false'
-            raise ConfigError("float8.enable", True, problem) from None
+            reason = f'torchao cannot be used ({error}); pip install "titan_like[float8]", or set it to false'
+            raise ConfigError("float8.enable", True, reason) from None
 
         emulates = device.type != "cuda" or dtype == torch.float64
         use_float8(module, config.float8, emulates, Group.of(mesh["tp"]) if layout.tensor > 1 else None)

@@ -159,12 +159,12 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     names = [degree.name for degree in FACTORS[::-1] if degree.name != "shard"]
     titles, factors = " × ".join(names), "·".join(str(getattr(layout, name)) for name in names)
     if shard == -1:
-        problem = f"{titles} = {factors} = {product} does not divide the {world_size} processes"
-        require(world_size % product == 0, key, shard, f"{problem}; start a multiple of {product}")
+        reason = f"{titles} = {factors} = {product} does not divide the {world_size} processes"
+        require(world_size % product == 0, key, shard, f"{reason}; start a multiple of {product}")
         return replace(layout, shard=world_size // product)
     product *= shard
-    problem = f"{titles} × shard = {factors}·{shard} = {product}, but the job has {world_size} processes"
-    require(product == world_size, key, shard, f"{problem}; start {product} or use -1")
+    reason = f"{titles} × shard = {factors}·{shard} = {product}, but the job has {world_size} processes"
+    require(product == world_size, key, shard, f"{reason}; start {product} or use -1")
     return layout
 
 

@@ -162,11 +162,11 @@ def check_adapters(config: TransformerConfig, section: LoRA, family: str) -> Non
     names = {NUMBERED.sub("", name) for name in linears}
     theirs = {NUMBERED.sub("", name.removesuffix(".weight")) for tensors in sources for name in tensors}
     for pattern in section.modules:
-        problem = f'"{pattern}" fits no linear module of the layers; there are {", ".join(sorted(theirs or names))}'
-        require(any(_ends_as(pattern, name) for name in names | theirs), "lora.modules", section.modules, problem)
+        reason = f'"{pattern}" fits no linear module of the layers; there are {", ".join(sorted(theirs or names))}'
+        require(any(_ends_as(pattern, name) for name in names | theirs), "lora.modules", section.modules, reason)
     adapted = {name.split(".")[1] for name in adapters_of(model, section)}
-    problem = "leaves out all modules of some layers; name one of every kind of layer"
-    require(adapted == model.layers.keys(), "lora.modules", section.modules, problem)
+    reason = "leaves out all modules of some layers; name one of every kind of layer"
+    require(adapted == model.layers.keys(), "lora.modules", section.modules, reason)
 
 
 def adapter_parameters(config: TransformerConfig, section: LoRA) -> int:

@@ -155,13 +155,13 @@ def choose_layout(
     """
     gpu = config.cluster.gpu or gpu
     if gpu is None and config.cluster.profile is None:
-        problem = "there is no GPU here to plan for; name one in cluster.gpu, or a profile of this machine in "
-        problem += "cluster.profile (scripts/plan.py microbenchmark writes it), or set the degrees"
-        raise ConfigError("parallelism.auto", True, problem)
+        reason = "there is no GPU here to plan for; name one in cluster.gpu, or a profile of this machine in "
+        reason += "cluster.profile (scripts/plan.py microbenchmark writes it), or set the degrees"
+        raise ConfigError("parallelism.auto", True, reason)
     gpus_per_node = config.cluster.gpus_per_node or gpus_per_node
     if gpus_per_node is None:
-        problem = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
-        raise ConfigError("cluster.gpus_per_node", None, problem)
+        reason = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
+        raise ConfigError("cluster.gpus_per_node", None, reason)
     planned = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
     result = search(planned, world_size, fixed=set_keys(config), kinds=2)
     values = result.space.settings(result.best.work) | {"parallelism.auto": False}

@@ -19,7 +19,7 @@ from titan_like.checkpoint.checks import OtherRunError
 from titan_like.checkpoint.loader import materialise_optimizer_state
 from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import JobConfig
 from titan_like.data.loading.batch_size import in_samples, total_samples, total_steps
 from titan_like.data.loading.blend import shares_of
@@ -151,8 +151,8 @@ def dry_run(config: JobConfig) -> DryRun:
     model, layout = settings.model, settings.layout
     training, gpu, gpus = config.training, config.cluster.gpu, config.cluster.gpus_per_node
     lacks_type = gpu is not None and training.dtype == "bfloat16" and peak_tflops(gpu, "bfloat16") is None
-    cure = f'{gpu} has no bfloat16 arithmetic; use "float16" or "float32"'  # a real run asks the GPU itself
-    require(not lacks_type, "training.dtype", training.dtype, cure)
+    hint = f'{gpu} has no bfloat16 arithmetic; use "float16" or "float32"'  # a real run asks the GPU itself
+    require(not lacks_type, "training.dtype", training.dtype, hint)
     config, data = describe_data(config, model)
     training, warmup = config.training, None
     if has_length := training.epochs is None or training.samples is not None:
@@ -313,7 +313,7 @@ def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfi
     named = [Path(spec)] if is_on_hub(spec) else tokenizer_files(spec)
     if section.tokenizer.startswith("gpt2:") and len(named) != 2:
         tokenizer_of(section)  # raises ConfigError
-    absent = [str(path) for path in named if file_problem(path) == "does not exist"]
+    absent = [str(path) for path in named if unreadable_reason(path) == "does not exist"]
     files = [name for source in sources if format_of(source.dataset).has_files for name in source.paths]
     absent += [name for name in files if _is_absent(name, data_format.is_tokenized)]
     if absent:

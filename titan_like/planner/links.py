@@ -93,8 +93,8 @@ def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:
     names = Measurement.__dataclass_fields__
     with user_file(Path(path), refuse, "is not one", may_stream=True):
         table = parse_json(Path(path).read_text(encoding="utf-8"))
-        problem = f"was measured on {table['device']}; give measurements of the profile's own kind of machine"
-        require((table["device"] == "CPU") == on_cpus, "--links", path, problem)
+        reason = f"was measured on {table['device']}; give measurements of the profile's own kind of machine"
+        require((table["device"] == "CPU") == on_cpus, "--links", path, reason)
         read = [Measurement(**{name: row[name] for name in names}) for row in table["measurements"]]
         if not (read and all(row.seconds > 0 and row.processes > 1 and row.operation in BUS_SHARES for row in read)):
             raise ValueError("no valid measurements")

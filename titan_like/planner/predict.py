@@ -141,8 +141,8 @@ def checked_profile(config: JobConfig, num_processes: int, profile: Profile | No
     training, cluster, bandwidth = config.training, config.cluster, profile.node_bandwidth
     if cluster.node_bandwidth and not profile.own_links:
         bandwidth = cluster.node_bandwidth * 1e9
-    problem = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
-    require(num_processes == 1 or bandwidth, "cluster.node_bandwidth", None, problem)
+    reason = f"{profile.name} was measured with one process; measure it with several (torchrun), or set this"
+    require(num_processes == 1 or bandwidth, "cluster.node_bandwidth", None, reason)
     profile.device.peak_flops(compute_type(config))  # raises ConfigError
     per_node = cluster.gpus_per_node or profile.gpus_per_node
     return of_own_trainer(profile, training.dtype, training.reduce_dtype).changed(
@@ -165,8 +165,8 @@ def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
         profile = load_profile(config.cluster.profile, "cluster.profile")
     if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
         return profile
-    problem = 'say which GPU the run is for, such as "A100-80GB" or "H100"'
-    require(config.cluster.gpu, "cluster.gpu", None, problem)
+    reason = 'say which GPU the run is for, such as "A100-80GB" or "H100"'
+    require(config.cluster.gpu, "cluster.gpu", None, reason)
     device = find_device(config.cluster.gpu or "")
     return profile.changed(device=device) if profile else default_profile(device)
 

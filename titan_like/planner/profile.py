@@ -23,7 +23,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from titan_like.config.errors import ConfigError, all_of, field_errors
-from titan_like.config.paths import file_problem, read_toml
+from titan_like.config.paths import read_toml, unreadable_reason
 from titan_like.metrics.devices import (
     Device,
     builtin_devices,
@@ -298,8 +298,8 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
     else:
         values["device"] = find_device(values["device"])
     if values.get("overhead_bytes", 0.0) >= values["device"].memory_bytes:
-        problem = f"must be below the device's memory, {values['device'].memory_bytes:.4g}"
-        raise ConfigError(f"profile {name}: overhead_bytes", values["overhead_bytes"], problem)
+        reason = f"must be below the device's memory, {values['device'].memory_bytes:.4g}"
+        raise ConfigError(f"profile {name}: overhead_bytes", values["overhead_bytes"], reason)
     return Profile(name=name, **values)
 
 
@@ -349,7 +349,7 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
     if name in builtin_profiles():
         return builtin_profiles()[name]
     path = Path(name)
-    if path.suffix == ".toml" and file_problem(path) != "does not exist":
+    if path.suffix == ".toml" and unreadable_reason(path) != "does not exist":
         return profile_from(path.stem, read_toml(name, key))
     known = ", ".join(builtin_profiles())
     raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")

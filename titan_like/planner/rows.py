@@ -121,8 +121,8 @@ def read_csv(path: str | Path, needed: Sequence[str]) -> tuple[list[dict[str, An
     double = next((name for name in names if names.count(name) > 1), None)
     missing = next((name for name in needed if name not in names), None)
     if double or missing:
-        problem = f"has two columns {double}; remove one" if double else f"has no column {missing}"
-        raise ConfigError("--points", str(path), problem)
+        reason = f"has two columns {double}; remove one" if double else f"has no column {missing}"
+        raise ConfigError("--points", str(path), reason)
     return tables, names
 
 

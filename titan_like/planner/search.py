@@ -293,11 +293,11 @@ class BestFirst:
             return self.space.no_layout()
         smallest = min((used for _, used in self.too_large.values()), default=None)
         need = f"; the smallest found needs {smallest / 2**30:.0f} GiB" if smallest else ""
-        problem = (
+        reason = (
             f"no layout of {self.counts.valid:,} on {self.space.num_gpus} GPUs fits into {self.usable / 2**30:.0f} GiB "
             f"({100 * MEMORY_MARGIN:.0f} % kept free){need}; use more or larger GPUs"
         )
-        return ConfigError("cluster.gpu", self.profile.device.name, problem)
+        return ConfigError("cluster.gpu", self.profile.device.name, reason)
 
 
 def _cell(work: Workload) -> tuple[int, int]:

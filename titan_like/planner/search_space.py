@@ -127,17 +127,17 @@ class Space:
             key = list(degrees)[-1]
             given = {name: degree for name, degree in degrees.items() if degree != 1 or name == key}
             factors = " × ".join(f"{name.partition('.')[2]} {degree}" for name, degree in given.items())
-            problem = f"does not {'divide' if self.num_gpus % product else 'equal'} the {self.num_gpus} GPUs"
-            raise ConfigError(key, degrees[key], f"{factors} = {product} {problem}" if len(given) > 1 else problem)
+            reason = f"does not {'divide' if self.num_gpus % product else 'equal'} the {self.num_gpus} GPUs"
+            raise ConfigError(key, degrees[key], f"{factors} = {product} {reason}" if len(given) > 1 else reason)
         counts = self.config.parallelism.pipeline_layers
         if counts is None:
             return
         if min(counts, default=0) < 1 or sum(counts) != len(self.model.layer_kinds):
-            problem = f"must be numbers of at least 1 that sum to the {len(self.model.layer_kinds)} layers"
-            raise ConfigError(STAGE_SIZES, counts, problem)
+            reason = f"must be numbers of at least 1 that sum to the {len(self.model.layer_kinds)} layers"
+            raise ConfigError(STAGE_SIZES, counts, reason)
         if not any(degree > 1 and len(counts) % degree == 0 for degree in divisors(self.num_gpus)):
-            problem = f"no number of ranks that divides the {self.num_gpus} GPUs can share {len(counts)} stages evenly"
-            raise ConfigError(STAGE_SIZES, counts, problem)
+            reason = f"no number of ranks that divides the {self.num_gpus} GPUs can share {len(counts)} stages evenly"
+            raise ConfigError(STAGE_SIZES, counts, reason)
 
     def no_layout(self) -> ConfigError:
         """Why there is no layout: the first refusal of a fixed setting, else of a setting that is not chosen here."""
@@ -147,8 +147,8 @@ class Space:
         for refusal in (*of_fixed, *of_unsearched):
             return refusal
         fixed = ", ".join(sorted(self.fixed))
-        problem = f"no layout of this many is valid with {fixed} fixed; fix fewer settings, or fix them differently"
-        return ConfigError("number of GPUs", self.num_gpus, problem)
+        reason = f"no layout of this many is valid with {fixed} fixed; fix fewer settings, or fix them differently"
+        return ConfigError("number of GPUs", self.num_gpus, reason)
 
     def _contexts(self) -> list[int]:
         """The context degrees to try: the fixed one, or the configuration's and all with long enough CP shards."""

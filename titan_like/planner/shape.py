@@ -46,8 +46,8 @@ def shape_of(section: Model, parameters: float, seq_len: int) -> Model:
         model = model_config(scaled)
         count = max(count + round((parameters - model.num_parameters()) / model.layer_parameters), fewest)
     if abs(model.num_parameters() / parameters - 1) > _FURTHEST:
-        problem = f"the nearest {section.family} model has {model.num_parameters():,} parameters; ask for about as many"
-        raise ConfigError("--params", parameters, problem)
+        reason = f"the nearest {section.family} model has {model.num_parameters():,} parameters; ask for about as many"
+        raise ConfigError("--params", parameters, reason)
     return scaled
 
 

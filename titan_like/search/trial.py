@@ -60,8 +60,8 @@ class Place:
         try:
             hosts = subprocess.check_output(["scontrol", "show", "hostnames", nodes], text=True, timeout=60).split()
         except (OSError, subprocess.SubprocessError) as error:
-            problem = f"scontrol does not name its nodes ({error}); unset SLURM_JOB_ID to search on this machine alone"
-            raise ConfigError("environment variable SLURM_JOB_NODELIST", nodes, problem) from None
+            reason = f"scontrol does not name its nodes ({error}); unset SLURM_JOB_ID to search on this machine alone"
+            raise ConfigError("environment variable SLURM_JOB_NODELIST", nodes, reason) from None
         return cls(program, per_node, None, tuple(hosts), job)
 
     def check(self, processes: int) -> None:

@@ -94,10 +94,10 @@ class LossWatch:
         most = self.section.max_consecutive_skips
         if self.consecutive_skips >= most:
             cause = f"last loss {loss:.6g}" if has_labels else f"the batch of step {step} has no labels"
-            cure = "lower optimizer.lr or look at the data" if has_labels else "look at the data"
+            hint = "lower optimizer.lr or look at the data" if has_labels else "look at the data"
             raise RunError(
                 f"{most} steps in a row up to step {step} had no usable gradients ({cause}) and "
-                f"health.max_consecutive_skips allows no more; {cure}"
+                f"health.max_consecutive_skips allows no more; {hint}"
             )
         if has_labels:
             self._judge(step, math.nan if skipped else loss)
@@ -133,5 +133,5 @@ class LossWatch:
         parts = [f"the last loss is {losses[-1]:.6g}"] if losses else []
         if skips := len(self._last) - len(losses):
             parts.append(f"{skips} of the last {len(self._last)} updates were skipped")
-        cure = "lower optimizer.lr or look at the data, and start again or from an earlier checkpoint"
-        return f"the run has diverged since step {self.levels['since']:.0f}: {' and '.join(parts)} ({numbers}); {cure}"
+        hint = "lower optimizer.lr or look at the data, and start again or from an earlier checkpoint"
+        return f"the run has diverged since step {self.levels['since']:.0f}: {' and '.join(parts)} ({numbers}); {hint}"

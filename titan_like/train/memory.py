@@ -63,13 +63,13 @@ class MemoryWatch(Observer):
         """What to change after an allocation failed in a step and, for a GPU's, what held its memory: several lines."""
         config = self._run.config
         kept = config.activation_checkpoint.mode, config.parallelism.zero_stage, config.training.dtype
-        lines = [cures_of_memory(config.training.micro_batch_size, *kept, self._run.layout.weight_shards)]
+        lines = [memory_hints(config.training.micro_batch_size, *kept, self._run.layout.weight_shards)]
         if isinstance(error, torch.OutOfMemoryError):
             lines.append(f"rank {dist.get_rank()} holds {_largest(self._holders(), 'of')}")
             if self._records:
                 lines.append(f"allocated: {_largest(_allocating_lines(torch.cuda.memory_snapshot()), 'at')}")
-            cure = "--profiling.memory_snapshot_steps 1 records which lines allocate it"
-            lines.append(self._snapshot("out-of-memory") if self._records else cure)
+            hint = "--profiling.memory_snapshot_steps 1 records which lines allocate it"
+            lines.append(self._snapshot("out-of-memory") if self._records else hint)
         return NEXT_LINE.join(lines)
 
     def _holders(self) -> Counter[str]:
@@ -85,16 +85,16 @@ class MemoryWatch(Observer):
         return held
 
 
-def cures_of_memory(micro_batch_size: int, recompute: str, zero_stage: int, dtype: str, shards: int) -> str:
+def memory_hints(micro_batch_size: int, recompute: str, zero_stage: int, dtype: str, shards: int) -> str:
     """What to change, besides ``training.micro_batch_size``, in a run that does not fit; ``shards``: of its weights."""
-    cures = ["lower it or training.seq_len" if micro_batch_size > 1 else "lower training.seq_len"]
+    hints = ["lower it or training.seq_len" if micro_batch_size > 1 else "lower training.seq_len"]
     if recompute != "full":
-        cures.append('set activation_checkpoint.mode = "full"')
+        hints.append('set activation_checkpoint.mode = "full"')
     if zero_stage < 3 and shards > 1:
-        cures.append(f"raise parallelism.zero_stage from {zero_stage}")
+        hints.append(f"raise parallelism.zero_stage from {zero_stage}")
     if dtype == "float32":
-        cures.append('set training.dtype = "bfloat16"')
-    return ", ".join([*cures, "or use more processes"])
+        hints.append('set training.dtype = "bfloat16"')
+    return ", ".join([*hints, "or use more processes"])
 
 
 def _allocating_lines(segments: Iterable[dict[str, Any]]) -> Counter[str]:

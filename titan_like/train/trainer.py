@@ -259,14 +259,14 @@ class Trainer(ValidatedState):
         self.skipped_steps += not finite or bool(values.spike)
         self.has_labels = values.num_labels > 0
         numbers = f"{values.loss:.6g} and its gradient norm {values.grad_norm:.6g}"
-        problem = f"the loss of step {issued.step} is {numbers}; lower optimizer.lr"
+        reason = f"the loss of step {issued.step} is {numbers}; lower optimizer.lr"
         if not self.has_labels:
             samples = f"the {issued.global_batch_size} samples of step {issued.step}"
-            problem = f"{samples} {NO_LABELS}; look at the data or raise training.global_batch_size"
+            reason = f"{samples} {NO_LABELS}; look at the data or raise training.global_batch_size"
         if not finite and not overflowed and not config.health.skip_nonfinite:
-            raise RunError(f"{problem}, or set health.skip_nonfinite to skip such steps")
+            raise RunError(f"{reason}, or set health.skip_nonfinite to skip such steps")
         if not self.has_labels and self.losses.consecutive_skips == 0:
-            self.console.print(f" {problem}; the step is skipped")
+            self.console.print(f" {reason}; the step is skipped")
         self.stop_signal = int(values.stop_signal)
         if not values.is_saving:
             self.finish_save()
@@ -305,7 +305,7 @@ class Trainer(ValidatedState):
         self.save_is_due |= section.enable and step % section.interval == 0
         self.export_is_due |= section.hugging_face_interval > 0 and (ends or step % section.hugging_face_interval == 0)
         saves = self.save_is_due or self.export_is_due
-        is_looked_at = self._logs(step) or self._validates() or self.profiler.looks_at(step)
+        is_looked_at = self._logs(step) or self._validates() or self.profiler.profiles(step)
         return ends or saves or is_looked_at or self._rewinds
 
     @property
@@ -354,8 +354,8 @@ class Trainer(ValidatedState):
             return False
         self.rewinds[self.step] += 1
         if self.rewinds[self.step] > _MOST_REWINDS:
-            problem = f"went back to step {self.step} {_MOST_REWINDS} times, but the loss spikes again"
-            raise RunError(f"{problem} ({record.loss:.6g} in step {record.step}); lower optimizer.lr")
+            reason = f"went back to step {self.step} {_MOST_REWINDS} times, but the loss spikes again"
+            raise RunError(f"{reason} ({record.loss:.6g} in step {record.step}); lower optimizer.lr")
         self.unlogged.clear()
         # Resuming has reset the counters to the checkpoint's. The data cursor stays where it was, past the bad samples.
         left_out = range(self.consumed_samples, consumed[0])

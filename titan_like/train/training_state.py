@@ -27,7 +27,7 @@ from titan_like.config.errors import RunError, first_line
 from titan_like.data.loading.batch_size import total_samples, total_steps
 from titan_like.data.loading.blend import Phase
 from titan_like.data.loading.loader import BackgroundLoader, merge_states
-from titan_like.data.loading.open_source import go_on, phases_of
+from titan_like.data.loading.open_source import continue_after, phases_of
 from titan_like.hugging_face.convert import write_folder
 from titan_like.hugging_face.origin import origin_files
 from titan_like.metrics.console import Console
@@ -257,7 +257,7 @@ class TrainingState:
         if self._is_same_run(state):
             self.run_id = state.run_id or self.run_id
         self.resumed = state
-        self.step, self.consumed_samples, self.schedule_batch_size = state.come_to(self.config.training)
+        self.step, self.consumed_samples, self.schedule_batch_size = state.progress(self.config.training)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
         if self.scaler is not None:
             self.scaler = LossScaler(self.run.device, state.loss_scale, good_steps=state.loss_scale_good_steps)
@@ -269,18 +269,18 @@ class TrainingState:
         source, phases = self.run.datasets["train"], [Phase(*phase) for phase in state.phases]
         is_same = state.data in ("", source.fingerprint)
         if not is_same and not (phases and self.config.data.resume == "new_blend"):
-            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
+            reason = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
             changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
-            cure = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
+            hint = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
             if not phases:  # CHANGELOG.md says what makes tokens and order others
-                cure = "an earlier version began this run: finish it with that one, or restore its data"
-            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
+                hint = "an earlier version began this run: finish it with that one, or restore its data"
+            raise RunError(f"{reason} than [data] now gives{changed}; {hint}")
         if not is_same:
             first = state.consumed_samples
             now = phases_of(source)[-1]._replace(first=first)
             phases = [*(phase for phase in phases if phase.first < first), now]
         if len(phases) > 1:
-            source = self.run.datasets["train"] = go_on(source, phases)
+            source = self.run.datasets["train"] = continue_after(source, phases)
             if not is_same and dist.get_rank() == 0:
                 print(f" from step {state.step + 1} on: {source.began()}", flush=True)
         source.load_state_dict(state.readers)

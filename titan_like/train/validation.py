@@ -93,8 +93,8 @@ def score_held_out(scorer: Scorer) -> dict[str, dict[str, float]]:
                 results[split], total = _mean_losses(scorer, pipeline, take)
             if 0 in total[1].tolist():
                 raise RunError(f"the samples of {split} {NO_LABELS}; look at the data")
-    problem = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
-    require(results, "data.split", config.data.split, problem)
+    reason = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
+    require(results, "data.split", config.data.split, reason)
     return results
 
 

@@ -166,9 +166,9 @@ class Report:
         if key not in self.checks or check.nearness > self.checks[key].nearness:
             self.checks[key] = check
 
-    def require(self, holds: bool, key: Key, problem: str) -> None:
+    def require(self, holds: bool, key: Key, reason: str) -> None:
         """Add something that must hold exactly, with what is wrong where it does not."""
-        self.add(key, float(not holds), 0.0, problem)
+        self.add(key, float(not holds), 0.0, reason)
 
     def share(self, key: Key, value: str) -> None:
         """Add a value that must be the same wherever the key is: on several processes, or several times on this one."""

@@ -226,8 +226,8 @@ class HalfWatch(NarrowWatch):
             self.report.require(steps > 0, Key(1, Row.SUMS, name), f"it is rounded to {self.dtype}")
         trainer, expected = self.trainer, self.trainer.config.training.reduce_dtype
         is_missing = trainer.token_group.size() > 1 and expected in HALF and expected not in self.dtypes_of_sums
-        problem = f"they are in {', '.join(sorted(self.dtypes_of_sums))}, not {expected}"
-        self.report.require(not is_missing, Key(1, Row.SUMS, "gradients"), problem)
+        reason = f"they are in {', '.join(sorted(self.dtypes_of_sums))}, not {expected}"
+        self.report.require(not is_missing, Key(1, Row.SUMS, "gradients"), reason)
         is_wrong = not all(check.ok for check in self.report.checks.values())
         wrong = torch.tensor(int(is_wrong), device=trainer.run.device)
         dist.all_reduce(wrong, dist.ReduceOp.MAX)
@@ -247,8 +247,8 @@ class HalfWatch(NarrowWatch):
         old, new = (scaler and (scaler.scale.item(), int(scaler.good_steps)) for scaler in scalers)
         report.require(old == new, Key(step, Row.RESUMED, "loss scale"), f"{new}, not {old}")
         for (name, parameter), copy in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
-            problem = "its weights or its optimizer's state differ, or have another type"
-            report.require(_bits(trainer, parameter) == _bits(resumed, copy), Key(step, Row.RESUMED, name), problem)
+            reason = "its weights or its optimizer's state differ, or have another type"
+            report.require(_bits(trainer, parameter) == _bits(resumed, copy), Key(step, Row.RESUMED, name), reason)
         gradients = list[list[torch.Tensor]]()
         for watch in (self, resumed_watch):
             steps_alone(watch.trainer, 1)

@@ -56,7 +56,7 @@ class Samples(Source):
         section, vocab_size = self.config.data, self.model.vocab_size
         seq_len = sample_length(self.config, self.model).raw
         tokens = torch.randint(vocab_size, (seq_len + 1,), generator=generator)
-        if section.tells_documents_apart or section.prefix_lm:
+        if section.separates_documents or section.prefix_lm:
             share = _SHARE_OF_ENDS / (1 if index % 2 else max(1, seq_len // 16))  # some documents are long
             tokens[torch.rand(seq_len + 1, generator=generator) < share] = END_OF_DOCUMENT
         if index % 2:

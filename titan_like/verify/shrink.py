@@ -65,10 +65,10 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     Raises:
         ConfigError: no layout is chosen yet, or no degree is valid; then the message is about shard degree 1.
     """
-    problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
-    require(not config.parallelism.auto, "parallelism.auto", True, problem)
+    reason = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
+    require(not config.parallelism.auto, "parallelism.auto", True, reason)
     model, section = model_config(config.model), config.parallelism
-    given, problems = Layout.of(section), list[ConfigError]()
+    given, errors = Layout.of(section), list[ConfigError]()
     shards = [given.shard] if given.shard > 0 else [2, 1, *range(3, 9)]
     for world in [replace(given, shard=shard).num_processes for shard in shards] if processes is None else [processes]:
         try:
@@ -76,8 +76,8 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
             check_rules(config, model, layout)
             return layout
         except ConfigError as error:
-            problems.append(error)
-    raise problems[:2][-1]
+            errors.append(error)
+    raise errors[:2][-1]
 
 
 def check_numbers(steps: int, processes: int | None, timeout: float) -> None:

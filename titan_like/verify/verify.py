@@ -249,7 +249,7 @@ class Verifier:
         """Leave out one axis after the other, for good if the difference stays. At fault are axes that have to stay.
 
         ``symptom`` is what the whole layout shows: different or fails. A trial that fails where the layout finished
-        has met another problem and says nothing: a bug that drops the last microbatch leaves none at all in a run with
+        failed for another reason and is ignored: a bug that drops the last microbatch leaves none at all in a run with
         one microbatch. An axis without which such trials fail is at fault only if there is no other.
         """
         trials, required = dict[str, str](), list[Axis]()
@@ -293,8 +293,8 @@ def verifier_of(
     if not on_gpus:
         return Verifier(small, timeout)
     needed, gpus = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count()
-    problem = f"this machine has {gpus} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
-    require(gpus >= needed, "--gpus", needed, problem)
+    reason = f"this machine has {gpus} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
+    require(gpus >= needed, "--gpus", needed, reason)
     # A process that waits for its GPU looks idle.
     return Verifier(small, timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
 

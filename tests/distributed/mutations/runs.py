@@ -224,7 +224,7 @@ def length_as_if_todays_batches_had_always_held(original: Any, training: Trainin
     return original(training)
 
 
-@bug(RunState, "come_to")
+@bug(RunState, "progress")
 def schedule_counts_todays_batches(original: Any, self: RunState, training: Training) -> tuple[int, int, int]:
     """A resumed run takes its schedule's steps for batches of today's size."""
     return *original(self, training)[:2], training.global_batch_size

@@ -1,1 +1,1 @@
-"""Turns conversations into samples that train a model on the answers."""
+"""Conversations as samples that train a model on the answers."""

@@ -1,15 +1,16 @@
-"""Finds the answers in the text that a chat template makes of a conversation.
+"""Finds the answers in the rendering of a conversation by a chat template.
 
-A model trains on the rendering of the whole conversation, with all that the template changes in earlier turns: Qwen3
-and gpt-oss drop thoughts, Mistral moves tools to the last question. Renderings of its beginnings need not begin that
-text. So copies of the messages are rendered with a mark at the end of every text, and what follows is compared:
+A model trains on the rendering of the whole conversation, with all changes of the template to earlier turns: Qwen3 and
+gpt-oss drop thoughts, Mistral moves tools to the last question. So a rendering of the first messages need not be a
+prefix of that text. Instead, copies of the messages are rendered with a mark at the end of every text, and the texts
+after the marks are compared:
 
-- A text whose mark is not in the rendering is one that the template leaves out.
-- An answer begins where what follows the previous message no longer agrees with the prompt that the template writes for
-  the answer (``add_generation_prompt``). That prompt may go further than the text: DeepSeek-R1's opens a thought.
-- An answer ends where what follows it no longer agrees with a conversation that ends with it.
+- If a mark is not in the rendering, the template leaves out that text.
+- An answer begins where the text after the previous message differs from the prompt that the template writes for the
+  answer (``add_generation_prompt``). That prompt may be longer than the text: DeepSeek-R1's opens a thought.
+- An answer ends where the text after it differs from a conversation that ends with it.
 
-Places are counted from the end of the text: a mark may change what is written before it, but not after.
+Places are counted from the end of the text: a mark may change the text before it, but not after it.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from titan_like.config.paths import parse_json
 from titan_like.data.readers.raw_text import BadRecord
 
 Message = dict[str, Any]
-# Digits, which no quoting and no change of case alters. No text has these. The first occurs once, so no two overlap.
+# Random digits: quoting and changes of case do not alter them. The first digit occurs once, so no two marks overlap.
 _STEM = "1" + "".join(secrets.choice("23456789") for _ in range(11))
 _MARK = re.compile(_STEM + r"\d{9}")
-_RAW = _STEM + "9" * 9  # in a part of a content, where only a template that prints the whole list shows it
+_RAW = _STEM + "9" * 9  # in a field of a content's part, which only a template that prints the whole list shows
 _EXAMPLE = {"role": "user", "content": "a"}
 _ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}  # what most templates call OpenAI's and Llama's
-_NO_QUESTION = ("system", "developer", "assistant")  # after their messages no model is asked for an answer
-_CURE = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
+_NO_QUESTION = ("system", "developer", "assistant")  # roles whose messages ask for no answer
+_HINT = 'mark answers in it by {% generation %}, or give "prompt" and "completion" as texts, without a chat template'
 
 
 class Span(NamedTuple):
     """An answer, as characters of the rendering."""
 
     begin: int
-    text_end: int  # of what the message says, or of the name of its last call
-    end: int  # of what the template writes after it
-    is_cut: bool  # whether a conversation that ended here would have another end
+    text_end: int  # end of the message's text, or of the name of its last call
+    end: int  # end of the template's text after it
+    is_cut: bool  # whether a conversation that ends here would have another end
 
 
 class Rendering:
-    """What a chat template writes for a conversation; a `BadRecord` if it leaves out a text or hides an answer."""
+    """A chat template's text of a conversation. Raises a `BadRecord` if it leaves out a text or hides an answer."""
 
     def __init__(self, write: Callable[..., str], messages: list[Message], encode: Callable[[str], Any]) -> None:
         """``write`` renders messages, and ``encode`` gives the tokens of a text and where each begins and ends."""
@@ -59,7 +60,7 @@ class Rendering:
         self._is_exact = _MARK.sub("", self._whole) == self.text  # the marks changed nothing
 
     def span(self, number: int) -> Span | None:
-        """The answer that is message ``number``; None if it is empty, and the template writes nothing for it."""
+        """The answer in message ``number``; None if it is empty, and the template writes nothing for it."""
         _, begin, rest = self._agreement(number, asks=True)
         message = self.messages[number]
         content = str(message.get("content") or "").strip()
@@ -67,13 +68,13 @@ class Rendering:
             if not content and "tool_calls" not in message:
                 return None
             if not self.text[begin:].lstrip().startswith(content):
-                problem = "an answer does not begin with what the chat template gives the model to begin it"
-                raise BadRecord(f"{problem}; {_CURE}")
+                reason = "an answer does not begin with the end of the chat template's generation prompt"
+                raise BadRecord(f"{reason}; {_HINT}")
         text_end, end, rest = self._agreement(number, asks=False)
         return Span(begin, text_end, end, bool(rest.strip()))
 
     def parts_of(self, parts: list[tuple[int, int]], numbers: list[int]) -> list[tuple[int, int]]:
-        """The parts of the text that belong to these answers: each to the first one whose text ends after its begin."""
+        """The parts of the text in these answers. A part belongs to the first answer that ends after its begin."""
         answers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         if answers == numbers:
             return parts
@@ -81,7 +82,7 @@ class Rendering:
         return [part for part in parts if answers[bisect(ends, part[0])] in numbers]
 
     def after_end(self) -> str:
-        """What the template writes after the text if another message follows."""
+        """The template's text between the last message and another one that would follow."""
         last = len(self.messages) - 1
         following = _EXAMPLE | {"role": "tool"} if "tool_calls" in self.messages[last] else _EXAMPLE
         marked, mark = _with_mark(self.messages, last)
@@ -89,13 +90,14 @@ class Rendering:
         return tail.removeprefix(self.text[self._agreement(last, asks=False)[0] :])
 
     def _agreement(self, answer: int, asks: bool) -> tuple[int, int, str]:
-        """Compare what follows the message before an answer with the end of a prompt (``asks``), or what follows the
-        answer with the end of a conversation: where its text ends, where the two part, and how the end continues.
+        """Compare the text after the previous message with the end of a prompt (``asks``), or the text after the answer
+        with the end of a conversation. Returns where the message ends, where the two differ, and the rest of the prompt
+        or conversation.
         """
         messages, is_exact = self.messages, self._is_exact
         if answer == 0 or messages[answer - 1]["role"] in _NO_QUESTION:
-            # There is no such prompt: some templates write none, and others go on with the last answer. What follows
-            # the question of an example is the same.
+            # There is no such prompt: some templates write none, and others continue the last answer. The text after an
+            # example question is the same.
             messages, is_exact = [*messages[:answer], _EXAMPLE, *messages[answer:]], False
             answer += 1
         number = answer - 1 if asks else answer
@@ -103,19 +105,19 @@ class Rendering:
         tail = _after(self._whole if is_exact and mark in self._whole else self._write(marked), mark)
         end = _after(self._write(marked[: number + 1], add_generation_prompt=asks), mark)
         if tail is None or end is None:
-            raise BadRecord(f"the chat template writes a message only where more follows, or nothing; {_CURE}")
+            raise BadRecord(f"the chat template writes a message only if more follows, or nothing; {_HINT}")
         shared = len(os.path.commonprefix((tail, end)))  # noqa: RUF071 (no paths)
         if shared < len(end):  # not in the middle of a token, such as <|return|> where the text has <|end|>
             _, _, ends = self._encode(end)
             shared = int(ends[ends <= shared].max(initial=0))
         text_end = len(self.text) - len(tail)
         if not self.text.endswith(tail[shared:]):
-            raise BadRecord(f"the chat template writes what follows a message by what its text is; {_CURE}")
+            raise BadRecord(f"the chat template's text after a message depends on the message's text; {_HINT}")
         return text_end, text_end + shared, end[shared:]
 
 
 def _with_mark(messages: list[Message], number: int) -> tuple[list[Message], str]:
-    """Messages of which one has marks, and the last of these."""
+    """The messages with marks in message ``number``, and the last mark."""
     message, marks = _mark(messages[number], number, is_empty_marked=True)
     return [*messages[:number], message, *messages[number + 1 :]], marks[-1]
 
@@ -126,8 +128,8 @@ def _after(text: str, mark: str) -> str | None:
 
 
 def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[Message], str, int]:
-    """The messages in the first form that the template can write, their marked rendering, and how many texts next to
-    calls it leaves out.
+    """The messages in the first form that the template can write, their marked rendering, and the number of texts next
+    to calls that it leaves out.
     """
     refused, lacking = "", ""
     for form in _forms(messages):
@@ -143,12 +145,12 @@ def _fitting(write: Callable[..., str], messages: list[Message]) -> tuple[list[M
             return form, whole, sum(any(mark not in whole for mark in marks_of_message) for marks_of_message in marks)
         message = form[is_lost.index(True)]
         role, text = message["role"], " ".join(str(message.get("content") or "a call").split())
-        lacking = f'the chat template leaves out what a message with the role "{role}" says ("{text[:40]}")'
+        lacking = f'the chat template leaves out the text of a message with the role "{role}" ("{text[:40]}")'
     raise BadRecord(lacking or refused)
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """The messages, and then forms of them for templates that do not write them as they are."""
+    """The messages, and then other forms of them, which more templates support."""
     yield messages
     yield (messages := list(map(_with_joined_parts, messages)))
     yield (messages := [message | {"role": _ROLES.get(message["role"], message["role"])} for message in messages])
@@ -158,11 +160,11 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def _is_lost(message: Message, marks: list[str], whole: str, texts: str) -> bool:
-    """Whether a template leaves out a message's text, or the name of a call, or misprints a call's arguments: as quoted
-    JSON text, or as Python prints an object, where these are in none of the ``texts``.
+    """Whether a template leaves out a message's text or the name of a call, or misprints a call's arguments: as quoted
+    JSON text, or as a printed Python object, which is in none of the ``texts``.
     """
     calls = message.get("tool_calls", [])
-    # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 has no place for it.
+    # Next to calls, a text is a thought for gpt-oss, which drops it later, and Llama 3.1 leaves it out.
     if any(mark not in whole for mark in marks[-len(calls) :]):
         return True
     for arguments in (call["function"].get("arguments") for call in calls):
@@ -188,7 +190,7 @@ def _mark(message: Message, number: int, is_empty_marked: bool = False) -> tuple
         key = "text" if not isinstance(part, dict) or "text" in part else part.get("type")
         text = part.get(key) if isinstance(part, dict) else part
         if not isinstance(text, str):
-            mark("such as an image")  # a mark that is never written
+            mark("such as an image")  # this mark is never written
             return part
         return mark(text) if text is part else part | {key: mark(text), "raw": _RAW}
 

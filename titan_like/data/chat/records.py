@@ -6,9 +6,9 @@
 | ``prompt`` and ``completion`` | lists of messages (TRL); the messages of the prompt are not learned |
 | ``prompt`` and ``answer`` or ``completion`` | two texts |
 
-``tools`` is a list for the template, ``chat_template_kwargs`` holds variables for it, and ``system`` is the text of a
-first message. Lists and objects may be given as JSON text. A field such as ``"weight": 0`` takes a message, or with one
-value for each message in a record's list, out of the loss.
+``tools`` is a list for the template, ``chat_template_kwargs`` has variables for it, and ``system`` is the text of a
+first message. Lists and objects may be given as JSON text. A field such as ``"weight": 0`` excludes a message from the
+loss; in a record, it may be a list with a value for each message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from titan_like.config.paths import parse_json
 from titan_like.data.readers.raw_text import BadRecord
 
-# Fields that say whether an answer is learned, and the value that says so: of OpenAI and Mistral, axolotl, ms-swift,
+# Fields that include an answer in the loss, and the value that does: of OpenAI and Mistral, axolotl, ms-swift,
 # LLaMA-Factory, torchtune.
 _LEARNED = dict.fromkeys(("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "train", "training"), True)
 _LEARNED |= {"trainable": True, "masked": False}
@@ -29,18 +29,18 @@ RECORD_KEYS = (
     *("messages", "conversations", "prompt", "completion", "answer", "tools", "system", "chat_template_kwargs"),
     *_LEARNED,
 )
-MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})  # which templates need not know
+MESSAGE_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})  # never reported as ignored
 RESERVED = frozenset(  # variables of templates that the data or the trainer sets
     ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "conversations")
 ) | {"return_assistant_tokens_mask"}
-# Who speaks in ShareGPT's records, and the role that templates know.
+# Speakers of ShareGPT's records, and their roles for templates.
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record as messages for a chat template, and as a prompt and its answer if it is only that."""
+    """A record as messages for a chat template, and as two texts if it is only a prompt and its answer."""
 
     messages: list[dict[str, Any]]
     learned: list[bool]  # whether each message is an answer to learn
@@ -50,7 +50,7 @@ class Conversation:
 
 
 def read_conversation(record: Any) -> Conversation:
-    """The conversation of a record. Raises a `BadRecord` if it has none of the forms above."""
+    """Parse a record. Raises a `BadRecord` if it has none of the forms above."""
     texts, num_given = None, 0
     if isinstance(record, BadRecord):
         raise record
@@ -80,7 +80,9 @@ def read_conversation(record: Any) -> Conversation:
     read = [{key: value for key, value in message.items() if key not in _LEARNED} for message in read]
     tools, system = record.get("tools") or None, record.get("system")
     if isinstance(system, str) and system and read and read[0]["role"] != "system":
-        read, is_learned, texts = [{"role": "system", "content": system}, *read], [False, *is_learned], None
+        read = [{"role": "system", "content": system}, *read]
+        is_learned = [False, *is_learned]
+        texts = None
     if tools is not None:
         tools = [_parsed(tool, dict, "a tool is no object") for tool in _parsed(tools, list, "the tools are no list")]
     template_kwargs = _parsed(record.get("chat_template_kwargs", {}), dict, '"chat_template_kwargs" is no object')
@@ -90,7 +92,7 @@ def read_conversation(record: Any) -> Conversation:
 
 
 def _is_learned(message: dict[str, Any]) -> bool:
-    """Whether no field takes a message out of the loss."""
+    """Whether no field excludes a message from the loss."""
     flags = {name: value for name, value in message.items() if name in _LEARNED and value is not None}
     for name, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
@@ -98,12 +100,12 @@ def _is_learned(message: dict[str, Any]) -> bool:
     return all(bool(value) == _LEARNED[name] for name, value in flags.items())
 
 
-def _parsed(value: Any, kind: Any, problem: str) -> Any:
-    """A value of this kind, which may be given as JSON text."""
+def _parsed(value: Any, kind: Any, reason: str) -> Any:
+    """A value of this kind, perhaps parsed from JSON text. Raises a `BadRecord` for any other value."""
     with suppress(ValueError):
         value = parse_json(value) if isinstance(value, str) else value
     if not isinstance(value, kind):
-        raise BadRecord(f"{problem}, nor the JSON text of one")
+        raise BadRecord(f"{reason}, nor the JSON text of one")
     return value
 
 
@@ -142,7 +144,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _json_messages(value: Any) -> list[Any] | None:
-    """The list of messages that is given, perhaps as JSON text; None for any other value."""
+    """The list of messages, perhaps parsed from JSON text; None for any other value."""
     with suppress(BadRecord):
         messages = _parsed(value, list, "")
         if all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in messages):

@@ -1,17 +1,17 @@
 """Tokenizes conversations, and marks the tokens of the answers, which a model learns to write.
 
-`titan_like.data.chat.records` has the forms of a record. A chat template writes every one of them. Without a template,
-a prompt and its answer are tokenized as one text, which the end-of-document token follows.
+`titan_like.data.chat.records` lists the forms of a record. A chat template writes every one of them. Without a
+template, a prompt and its answer are tokenized as one text with an end-of-document token.
 
-transformers renders templates, in its sandbox. If a template marks what the assistant says by ``{% generation %}``,
-the marked parts are the answers. Otherwise an answer is what the template writes for a message of the assistant, tool
-calls included, after the generation prompt (`titan_like.data.chat.answers` finds it), with the token that ends it:
+transformers renders templates, in its sandbox. If a template marks the assistant's text by ``{% generation %}``, the
+marked parts are the answers. Otherwise an answer is the template's text of an assistant's message, including tool
+calls, after the generation prompt (found by `titan_like.data.chat.answers`), with its end token:
 
-- White space after a special token that ends an answer, such as <|im_end|>, is not learned.
-- A token that ends texts by the tokenizer's files is learned where it follows an answer, even if it begins the next
+- White space after an end token, such as <|im_end|>, is not learned.
+- A token that ends texts according to the tokenizer's files is learned after an answer, even if it begins the next
   message. GLM's answers end with <|user|> or <|observation|>.
-- If nothing ends the last answer, as with GLM, what would follow it is added, or else the end of document. A model that
-  sees no end generates up to the limit.
+- If no token ends the last answer, as with GLM, the token that would follow it is added, or else the end of document.
+  Without an end token, a model would generate up to the limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from titan_like.data.readers.raw_text import BadRecord
 from titan_like.data.text.special_tokens import TOKENIZER_FILE
 from titan_like.data.text.tokenizer import Tokenizer, build_tokenizer, is_on_hub, tokenizer_files
 
-CHAT_FORMAT = 2  # version of what is learned of a record; another one tokenizes conversations again
+CHAT_FORMAT = 2  # version of the rules above; a new one tokenizes conversations again
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write today's date. A run's data must not depend on the day, so they get Llama 3.1's.
 _DATE = datetime(2024, 7, 26)
@@ -46,7 +46,7 @@ _THOUGHTS = {"reasoning_content", "thinking", "reasoning"}  # names of one field
 
 
 def read_template(spec: str) -> Any:
-    """transformers' tokenizer of the folder or repository that `data.tokenizer` names; None without a chat template."""
+    """transformers' tokenizer for a value of `data.tokenizer`; None if it has no chat template."""
     file = None if is_on_hub(spec) else next(iter(tokenizer_files(spec)), Path())
     if file is not None and file.name != TOKENIZER_FILE:
         return None
@@ -54,25 +54,25 @@ def read_template(spec: str) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(spec if file is None else str(file.parent))
-    except Exception as error:  # the folder may hold anything
-        problem = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
-        raise ConfigError("data.tokenizer", spec, problem) from None
+    except Exception as error:  # the folder may contain anything
+        reason = f"transformers cannot read its folder ({first_line(error)}); install titan_like[hf], or name another"
+        raise ConfigError("data.tokenizer", spec, reason) from None
     return tokenizer if tokenizer.chat_template else None
 
 
 class Chat:
     """Tokenizes records with the tokenizer and the chat template that `data.tokenizer` names.
 
-    ``unread`` counts what records say and no one reads, such as fields of messages that the template does not know.
+    ``unread`` counts ignored parts of records, such as fields of messages that the template does not use.
     """
 
     def __init__(self, spec: str, options: TokenOptions = DEFAULT_TOKENS, template_kwargs: Any = None) -> None:
-        """``template_kwargs``: as `data.chat_template_kwargs`; a record's come first."""
+        """``template_kwargs``: as `data.chat_template_kwargs`; a record's own take precedence."""
         self.tokenizer, self.template = build_tokenizer(spec, options=options), read_template(spec)
         self.unread, self._kwargs = Counter[str](), template_kwargs or {}
 
     def encode(self, record: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a record and whether each belongs to an answer: int64 and bool [tokens]; or a `BadRecord`."""
+        """Tokens of a record, int64, and whether each belongs to an answer, bool: [tokens]. Raises a `BadRecord`."""
         conversation = read_conversation(record)
         if not any(conversation.learned):
             raise BadRecord('the record has no "assistant" that answers and is learned')
@@ -83,8 +83,8 @@ class Chat:
                 tokens, is_answer = self._by_texts(*conversation.texts)
             else:
                 raise BadRecord("the record has messages, but the tokenizer's folder has no chat template")
-        except (ConfigError, UnicodeEncodeError):  # nothing else is wrong with a tokenizer that could be read
-            raise BadRecord("the record holds text that cannot be tokenized, such as half a surrogate pair") from None
+        except (ConfigError, UnicodeEncodeError):  # the only errors of a tokenizer that could be read
+            raise BadRecord("the record has text that cannot be tokenized, such as half a surrogate pair") from None
         if not is_answer[1:].any():
             raise BadRecord("the record has no answer")
         return tokens, is_answer
@@ -126,7 +126,7 @@ class Chat:
         return np.append(text.ids, np.array(added, dtype=np.int64)), is_answer.astype(bool)
 
     def _count_unread(self, conversation: Conversation, rendering: Rendering, template: str) -> None:
-        """Count what a record says and its text does not, though that is no mistake."""
+        """Count the parts of a record that its rendering leaves out without an error."""
         words = set(re.findall(r"\w+", template))
         words |= _THOUGHTS if words & _THOUGHTS else set()
         for message in rendering.messages:
@@ -138,27 +138,27 @@ class Chat:
 
 
 class _Tokens:
-    """The tokens of a rendering, and their places in it."""
+    """The tokens of a rendering with their places."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self._text = text
         self.ids, self._begins, self._ends = tokenizer.encode_with_places(text, parses_special=True)
         self._stops = np.isin(self.ids, list(tokenizer.stop_ids))  # end texts by the tokenizer's files
         self._is_special = np.isin(self.ids, list(tokenizer.special_ids)) | self._stops
-        for number in np.flatnonzero(self._is_special):  # it may take in the white space of the previous message
+        for number in np.flatnonzero(self._is_special):  # it may include white space of the previous message
             written = text[self._begins[number] : self._ends[number]]
             self._begins[number] += len(written) - len(written.lstrip())
         places = zip(self._begins, self._ends, strict=True)
         self._is_blank = np.array([not text[begin:end].strip() for begin, end in places], dtype=bool)
 
     def end_of(self, span: Span, bos_id: int | None) -> tuple[int, bool]:
-        """Where an answer ends, and whether a special token ends it, which the template writes after its text.
+        """Where an answer ends, and whether it ends with a special token that the template writes after its text.
 
-        A template may end it otherwise where more follows, as gpt-oss does. That is known by another special token,
-        with which the next message begins, right after it.
+        If more follows, a template may write another end, as gpt-oss does: a special token right before the special
+        token that begins the next message.
         """
         after_text = (self._begins >= span.text_end) & (self._ends <= span.end)
-        if (stops := np.flatnonzero(after_text & self._stops)).size:  # a model writes nothing after it
+        if (stops := np.flatnonzero(after_text & self._stops)).size:  # generation ends there
             return self._ends[stops[0]], True
         special = np.flatnonzero(self._is_special & (self._begins >= span.begin) & (self._ends <= span.end))
         end, is_ended = self._ends[special].max(initial=span.begin), bool(after_text[special[-1:]].any())
@@ -171,15 +171,16 @@ class _Tokens:
         return end, is_ended
 
     def is_within(self, borders: list[tuple[int, int]]) -> np.ndarray:
-        """Whether each token belongs to one of these stretches of the text: bool [tokens]."""
-        is_within, begins, ends = np.zeros(len(self.ids), dtype=bool), self._begins, self._ends
+        """Whether each token belongs to one of these parts of the text: bool [tokens]."""
+        is_within = np.zeros(len(self.ids), dtype=bool)
         for begin, end in borders:
-            # A token across a border belongs to it, unless it is a header's that takes in white space after it.
-            is_within |= (ends > begin) & (begins < end) & ~(self._is_special & (begins < begin))
+            # A token across the begin belongs to the part, unless it is a header's token with white space after it.
+            is_header = self._is_special & (self._begins < begin)
+            is_within |= (self._ends > begin) & (self._begins < end) & ~is_header
         return is_within
 
 
 @lru_cache(maxsize=1)
 def build_chat(spec: str, options: TokenOptions, template: str, template_kwargs: str) -> Chat:
-    """The `Chat` of a tokenizer that has this template. A process keeps the last one."""
+    """The `Chat` of a tokenizer with this template. A process caches the last one."""
     return Chat(spec, options, json.loads(template_kwargs))

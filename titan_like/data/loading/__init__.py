@@ -1,1 +1,1 @@
-"""The global sample stream: its order, its length, its mixture, and the batches that each rank loads."""
+"""The global sample stream: order, length and blend of the samples, and the batches that each rank loads."""

@@ -11,19 +11,21 @@ NO_EPOCHS = "the length of a stream is not known; set training.steps, training.s
 
 
 def check_rampup(training: Training) -> None:
-    """Raise a `ConfigError` unless the ramp-up, if there is one, reaches the global batch size in whole increments."""
-    rampup, key, size = training.batch_size_rampup, "training.batch_size_rampup", training.global_batch_size
+    """Raise a `ConfigError` unless the ramp-up, if there is one, ends at the global batch size in whole increments."""
+    key = "training.batch_size_rampup"
+    rampup = training.batch_size_rampup
+    size = training.global_batch_size
     if rampup is None:
         return
     is_triple = len(rampup) == 3 and min(rampup) > 0
     require(is_triple, key, rampup, "must be three positive integers [start, increment, samples]")
     increments, remainder = divmod(size - rampup[0], rampup[1])
     fits = increments >= 0 and remainder == 0
-    require(fits, key, rampup, f"start plus whole increments must reach global_batch_size ({size})")
+    require(fits, key, rampup, f"start plus whole increments must end at global_batch_size ({size})")
 
 
 def check_length(training: Training) -> None:
-    """Raise a `ConfigError` if not exactly one length is set, or it is less than a global batch."""
+    """Raise a `ConfigError` unless exactly one length is set, of at least a global batch."""
     keys = ("steps", "samples", "tokens", "epochs")
     lengths = {key: x for key in keys if (x := getattr(training, key)) is not None}
     require(len(lengths) == 1, f"training.{' | '.join(keys)}", lengths or None, "set exactly one of the four")
@@ -33,9 +35,9 @@ def check_length(training: Training) -> None:
 
 
 def in_samples(training: Training, epoch: int) -> Training:
-    """Settings with ``samples``, at least one, in place of ``epochs``, given the samples of an ``epoch`` (0: unknown).
+    """Replace ``epochs`` by ``samples``, at least one, given the samples of an ``epoch`` (0: unknown).
 
-    As with Hugging Face's Trainer, the next epoch's first samples fill up the last batch.
+    As in Hugging Face's Trainer, the next epoch's first samples fill up the last batch.
     """
     if training.epochs is None or not epoch:
         return training
@@ -76,7 +78,7 @@ def _rampup(training: Training, consumed: int) -> Iterator[tuple[int, int | None
 
 
 def _walk(training: Training, consumed: int, steps: int | None, samples: int | None) -> tuple[int, int]:
-    """(steps, samples) from ``consumed`` on: ``steps``, or the whole batches that ``samples`` fill (epochs: begin)."""
+    """(steps, samples) after ``consumed``: ``steps``, or the batches that ``samples`` fill (with epochs: begin)."""
     total_steps = total_samples = 0
     for size, length in _rampup(training, consumed):
         remaining = (samples or 0) - total_samples
@@ -90,9 +92,9 @@ def _walk(training: Training, consumed: int, steps: int | None, samples: int | N
 
 
 def total_steps(training: Training, step: int = 0, consumed: int = 0) -> int:
-    """Number of optimizer steps in the whole run, which has taken ``step`` steps and ``consumed`` samples so far.
+    """Number of optimizer steps in the whole run, after ``step`` steps and ``consumed`` samples.
 
-    It is ``steps``, or as many full batches more as ``samples`` or ``tokens`` allow, whatever batches came before.
+    It is ``steps``, or ``step`` and the full batches that ``samples`` or ``tokens`` still allow.
     """
     if training.steps is not None:
         return training.steps

@@ -1,4 +1,4 @@
-"""Which samples of several sources a run takes, in fixed proportions."""
+"""Blends: samples of several sources in fixed proportions."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ PERIOD = 4096  # blocks after which every source has had exactly its share
 
 @dataclass(frozen=True)
 class Share:
-    """The paths of one source of a blend, or several indexed datasets, and its weight. None lets sizes decide."""
+    """The paths of one source of a blend, or of several indexed datasets, and its weight (None: by size)."""
 
     weight: float | None
     paths: list[str]
 
 
 class Phase(NamedTuple):
-    """A blend that a run trains on from one of its samples on. A checkpoint holds all of its run."""
+    """A blend that a run reads from sample ``first`` on. A checkpoint has all phases of its run."""
 
-    first: int  # the sample
+    first: int
     sources: list[str]  # fingerprints
     shares: list[int]  # as `Blend.shares`
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        """What tells the sources apart: fingerprints, and numbers of those that are equal."""
+        """Identities of the sources: fingerprints, numbered if they are equal."""
         return [(source, self.sources[:number].count(source)) for number, source in enumerate(self.sources)]
 
 
 def shares_of(paths: Sequence[str | float]) -> list[Share]:
     """Weights and paths in turn, as in ``[0.7, "web", 0.3, "books"]``, as a list of sources; without weights, one."""
     names = [path for path in paths if isinstance(path, str)]
-    problem = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
+    reason = 'weights and paths must come in turn, as in [0.7, "web", 0.3, "2024"], with positive weights, unquoted'
     if len(names) == len(paths):
         numbers = [name for name in names if weight_of(name) is not None and not glob(f"{name}*")]
-        require(len(numbers) in (0, len(names)), "data.paths", paths, problem)
+        require(len(numbers) in (0, len(names)), "data.paths", paths, reason)
         return [Share(None, names)]
     pairs = list(zip_longest(paths[::2], paths[1::2]))
     for weight, path in pairs:
         is_pair = not isinstance(weight, str) and weight > 0 and isinstance(path, str)
-        require(is_pair, "data.paths", paths, problem)
+        require(is_pair, "data.paths", paths, reason)
     return [Share(float(weight), [str(path)]) for weight, path in pairs]
 
 
@@ -63,17 +63,17 @@ class Blend:
     """An endless mixture of sources in fixed proportions. Any sample is computed in constant time and memory.
 
     Weights are rounded to multiples of 1 / (4096 · 4096). Each block of 4096 samples gives a source the floor or the
-    ceiling of its share: block k rounds the sources' cumulative shares down after adding u(k), which takes each
-    multiple of 1 / 4096 below 1 once in 4096 blocks, in the order of their reversed hexadecimal digits (the van der
-    Corput sequence). So counts never drift from the weights, and after each 4096 blocks they are exact. Within a block
-    the order is a pseudo-random permutation.
+    ceiling of its share: block k rounds the sources' cumulative shares down after adding u(k). In 4096 blocks u(k) is
+    each multiple of 1 / 4096 below 1 once, in the order of the reversed hexadecimal digits (van der Corput sequence).
+    So counts never drift from the weights, and after each 4096 blocks they are exact. Within a block the order is a
+    pseudo-random permutation.
 
     With R readers, sample i of the run is sample i div R of reader i mod R. A block then has at least 4096 places, a
     multiple of R. Reader r has the places r, r + R, …, so it needs only its own samples of every source.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, num_readers: int = 1) -> None:
-        """``weights`` are positive; only their ratios count. A `ValueError` if one is too small to be drawn at all."""
+        """``weights`` are positive; only their ratios count. Raises a `ValueError` if one is too small to be drawn."""
         self.num_readers, self._seed = num_readers, seed
         self._slots = -(-BLOCK // self.num_readers)  # per reader and block
         total = self._slots * self.num_readers * PERIOD
@@ -97,12 +97,12 @@ class Blend:
         return source, period * self.shares[source] + before + place - (begin + offset) // PERIOD
 
     def locate_in_order(self, number: int, reader: int = 0) -> tuple[int, int]:
-        """Sample ``number`` of a reader as (number of the source, how many of its samples the reader took before)."""
+        """Sample ``number`` of a reader as (number of the source, number of the reader's earlier samples of it)."""
         block, slot = divmod(number, self._slots)
         return self._block(reader, block)[slot]
 
     def counts(self, number: int, reader: int = 0) -> list[int]:
-        """How many of a reader's first ``number`` samples are from each source."""
+        """Number of samples from each source among a reader's first ``number`` samples."""
         block, slot = divmod(number, self._slots)
         counts = self._before(reader, block)
         for source, _ in self._block(reader, block)[:slot] if slot else ():
@@ -110,18 +110,19 @@ class Blend:
         return counts
 
     def draw(self, source: int, number: int) -> int:
-        """Which of a source's samples is the one drawn from it after ``number`` others, in a blend with one reader."""
+        """The sample that a source gives after ``number`` others, as a position in it, in a blend with one reader."""
         period, rest = divmod(number, self.shares[source])
         k = bisect_right(range(PERIOD), rest, key=lambda k: self._before(0, k)[source]) - 1
         block = period * PERIOD + k
         return self.locate(block * self._slots + self._block(0, block).index((source, number)))[1]
 
     def share(self, num_samples: int, reader: int) -> int:
-        """How many of a run's first samples are a reader's."""
-        return num_samples // self.num_readers + (reader < num_samples % self.num_readers)
+        """A reader's share of the run's first samples."""
+        share, remainder = divmod(num_samples, self.num_readers)
+        return share + 1 if reader < remainder else share
 
     def taken(self, first: int, last: int) -> list[tuple[int, ...]]:
-        """How many of a run's samples ``first`` … ``last - 1`` are each source's, by reader, if this begins there."""
+        """Number of samples from each source, by reader, in a blend that covers samples ``first`` … ``last - 1``."""
         sizes = [self.share(last, reader) - self.share(first, reader) for reader in range(self.num_readers)]
         return list(zip(*(self.counts(size, reader) for reader, size in enumerate(sizes)), strict=True))
 
@@ -142,7 +143,7 @@ class Blend:
         return epoch_order(self._slots, "blend", self._seed, block, reader)
 
     def _before(self, reader: int, block: int) -> list[int]:
-        """How many samples of each source a reader took in all blocks before ``block``."""
+        """Number of samples of each source that a reader has in all blocks before ``block``."""
         period, k = divmod(block, PERIOD)
         sums = [self._places(reader, end, PERIOD) * period + self._places(reader, end, k) for end in self._ends]
         return [after - before for before, after in pairwise(sums)]
@@ -152,7 +153,8 @@ class Blend:
         whole, part = divmod(end, PERIOD)
         raised = part if k == PERIOD else count_reversed(k, PERIOD - part)  # blocks in which the end is one place later
         places = -(-max(0, whole - reader) // self.num_readers)
-        return k * places + raised * (whole >= reader and (whole - reader) % self.num_readers == 0)
+        has_edge = whole >= reader and (whole - reader) % self.num_readers == 0
+        return k * places + (raised if has_edge else 0)
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
@@ -173,11 +175,13 @@ def reversed_digits(k: int) -> int:
 
 
 def count_reversed(k: int, least: int) -> int:
-    """How many j < k have reversed digits of at least ``least``, from 1 to 4096.
+    """The number of j < k whose reversed digits are at least ``least``, from 1 to 4096.
 
     They agree with k in its first digits, have a smaller one next, and any digits after that.
     """
-    count, free, base = 0, 256, 0  # combinations of the later digits; value of the first digits, reversed
+    count = 0
+    free = 256  # combinations of the later digits
+    base = 0  # value of the first digits, reversed
     for digit, worth in ((k >> 8, 1), (k >> 4 & 15, 16), (k & 15, 256)):
         # In steps of `worth`: the next digit d and the free ones f make base + (16 · f + d) · worth.
         needed = max(0, -((base - least) // worth))
@@ -190,16 +194,16 @@ def count_reversed(k: int, least: int) -> int:
 class BlendedSource(Source):
     """A blend of one split of several sources. In training, a source that ends begins its next epoch, in another order.
 
-    Where a run changes its blend, a source that stays gives next what it would have given next.
+    If a run changes its blend, each source that stays continues at its next sample.
     """
 
-    is_in_order = False  # whether a source's samples come in order within a block, too
+    is_in_order = False  # whether a source's samples are in order within a block, too
     phases: Sequence[Phase] = ()  # the run's, up to this blend; none if the run began with it
 
     def __init__(
         self, request: DataRequest, sources: Sequence[Source], weights: Sequence[float | None], num_readers: int = 1
     ) -> None:
-        """``weights`` holds a weight for each source, or None for weights in proportion to the sources' samples."""
+        """``weights``: a weight for each source, or None for weights in proportion to the sources' samples."""
         super().__init__(request)
         # Outside training, a source without a sample leaves its share to the others.
         present = [number for number, source in enumerate(sources) if len(source) or request.split == "train"]
@@ -207,13 +211,15 @@ class BlendedSource(Source):
         self.paths = [source.request.section.paths[0] for source in self.sources]
         places = list(map(os.path.realpath, self.paths))
         for number, (path, source) in enumerate(zip(self.paths, self.sources, strict=True)):
-            problem = "is named twice; give it once, with the sum of its weights"
-            require(places[number] not in places[:number], "data.paths", path, problem)
-            problem = "has no whole sample to train on; give it more text or leave it out"
-            require(len(source) > 0, "data.paths", path, problem)
+            reason = "is named twice; give it once, with the sum of its weights"
+            require(places[number] not in places[:number], "data.paths", path, reason)
+            reason = "has no whole sample to train on; give it more text or leave it out"
+            require(len(source) > 0, "data.paths", path, reason)
         names = [Path(path).name for path in self.paths]
         self.names = names if len(set(names)) == len(names) else self.paths
-        self._taken, self._draw = list[list[int]](), list[Callable[[int], int]]()  # before this phase; see `go_on`
+        # Of earlier phases, set by `continue_after`: samples of each source by reader, and the order of its samples.
+        self._taken: list[list[int]] = []
+        self._draw: list[Callable[[int], int]] = []
         shares = [weights[number] or float(len(sources[number])) for number in present]
         try:
             self.blend = Blend(shares or [1.0], request.seed, num_readers)
@@ -239,23 +245,25 @@ class BlendedSource(Source):
         """Sample ``index`` of the run."""
         return self.sample(index) if self.request.split == "train" else super().__getitem__(index)
 
-    def go_on(self, phases: Sequence[Phase]) -> None:
+    def continue_after(self, phases: Sequence[Phase]) -> None:
         """Continue after the earlier ``phases`` of a run, of which this blend is the last."""
-        start, seed, readers = phases[0], self.request.seed, self.blend.num_readers
+        start = phases[0]
+        seed = self.request.seed
+        readers = self.blend.num_readers
         taken: dict[tuple[str, int], list[int]] = {}  # by reader
         for phase, after in pairwise(phases):
             counts = Blend(phase.shares, seed, readers).taken(phase.first, after.first)
             for key, count in zip(phase.keys, counts, strict=True):
                 taken[key] = [*map(add, taken.get(key, [0] * readers), count)]
         self._taken = [taken.get(key, [0] * readers) for key in phases[-1].keys]
-        # Within a block of a run's first blend, a source's samples are not in order, and neither are those that follow.
+        # Within a block of the run's first blend, a source's samples are shuffled, and so are the ones that follow.
         shuffled = [] if self.is_in_order or len(start.sources) == 1 else start.keys
         draws = {key: partial(Blend(start.shares, seed).draw, number) for number, key in enumerate(shuffled)}
         self._draw = [draws.get(key, int) for key in phases[-1].keys]
         self.phases = phases
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Which source sample ``index`` of the run is from, and which of its samples it is."""
+        """Sample ``index`` of the run as (number of the source, position in it)."""
         if not (self.phases or self.is_in_order):
             return self.blend.locate(index)
         number, reader = divmod(index, self.blend.num_readers)
@@ -284,12 +292,12 @@ class BlendedSource(Source):
         return figures
 
     def began(self) -> str:
-        """Where each source was when this blend began."""
+        """A text with the position of each source at the beginning of this blend."""
         parts = zip(self.names, map(sum, self._taken), strict=True)
-        return "; ".join(f"{name} goes on after {n:,} samples" if n else f"{name} is new" for name, n in parts)
+        return "; ".join(f"{name} continues after {n:,} samples" if n else f"{name} is new" for name, n in parts)
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str | None:
-        """The line of each source that has one, once if they are the same."""
+        """The distinct lines of the sources."""
         lines = dict.fromkeys(source.described(micro_batch_size, num_ranks) for source in self.sources)
         return "\n ".join(filter(None, lines)) or None
 

@@ -1,10 +1,10 @@
 """Batches of the global sample stream, loaded in the background.
 
 One number is the whole cursor: how many samples the run has consumed. Microbatch k of the stream starts at sample
-k·(micro_batch_size·ranks), and each rank takes a consecutive part of it.
+k·(micro_batch_size·ranks), and each rank reads a consecutive part of it.
 
-torchdata's `StatefulDataLoader` reads the samples. It brings the state of datasets that have one out of its worker
-processes. The order is the cursor's alone, so its own state, which needs the same number of workers, is not used.
+torchdata's `StatefulDataLoader` reads the samples, and returns the state of datasets from its worker processes. Its own
+state, which needs the same number of workers, is not used, because the cursor alone determines the order.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class GlobalSampler(Sampler[list[int]]):
 
 
 class _Batches(Dataset[Batch]):
-    """A dataset read in whole batches. A one-sentence error is returned in place of the batch, because the loader would
-    wrap what its processes raise in a traceback.
+    """A dataset read in whole batches. It returns a one-sentence error in place of the batch, because the loader would
+    wrap a worker's exception in a traceback.
     """
 
     def __init__(self, dataset: Dataset[Batch]) -> None:
@@ -68,12 +68,12 @@ class _Batches(Dataset[Batch]):
         return self.dataset.state_dict() if isinstance(self.dataset, Masks | Source) else None
 
     def load_state_dict(self, state: State) -> None:
-        """Torchdata asks only classes with this method for their state."""
+        """Torchdata saves the state only of classes with this method."""
         raise NotImplementedError("a dataset is given its state before it is copied to worker processes")
 
 
 def merge_states(states: Iterable[Mapping[str, list[int]] | None]) -> State:
-    """The state of all copies of a dataset: the furthest of each name."""
+    """The merged state of all copies of a dataset: the largest value of each name."""
     merged: State = {}
     for state in states:
         for name, numbers in (state or {}).items():
@@ -82,7 +82,7 @@ def merge_states(states: Iterable[Mapping[str, list[int]] | None]) -> State:
 
 
 class _Sent:
-    """A batch that leaves its process by value: a file descriptor for each tensor, as torch sends it, takes longer."""
+    """A batch that is sent by value, which is faster than torch's file descriptor for each tensor."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -104,8 +104,8 @@ def _collate(samples: list[Batch] | ConfigError | RunError) -> Batch | _Sent | C
 class BackgroundLoader:
     """Iterates over microbatches, which a thread prepares up to ``depth`` ahead.
 
-    With ``num_workers``, worker processes read the samples. An error in the thread is raised from `__next__`, and so is
-    a `RunError` if one of these processes has died.
+    With ``num_workers``, worker processes read the samples. `__next__` raises the thread's error, or a `RunError` if a
+    worker process has died.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class BackgroundLoader:
         repeats: bool = False,
     ) -> None:
         """With ``repeats``, worker processes outlive the pass over the sampler's batches, for another `start`."""
-        self._device = device  # the target of later copies, which are faster from pinned memory if it is a GPU
+        self._device = device  # batches for a GPU are pinned
         self._depth, self._repeats, self._workers = depth, repeats, list[BaseProcess]()
-        self.state: State = {}  # the dataset's, after the microbatches that have been taken
+        self.state: State = {}  # the dataset's, after the microbatches returned so far
         batches = _Batches(dataset)
         with warnings.catch_warnings():
             # From torchdata on newer torch, and about more workers than processors: torch ignores a container's limit.
@@ -133,7 +133,7 @@ class BackgroundLoader:
                 pin_memory=device.type == "cuda",
                 persistent_workers=repeats and num_workers > 0,
                 snapshot_every_n_steps=0 if batches.state_dict() is None else 1,
-                generator=torch.Generator(),  # the loader draws a seed, which must not advance dropout's generator
+                generator=torch.Generator(),  # for the loader's seed, so that it does not advance dropout's generator
             )
         self.start()
 
@@ -156,9 +156,9 @@ class BackgroundLoader:
         raise StopIteration if item is None else item
 
     def close(self) -> None:
-        """End the pass, its thread and, unless it ``repeats``, the worker processes; else they end with this object."""
+        """End the pass, its thread and, unless the loader ``repeats``, its worker processes."""
         self._stopped.set()
-        with suppress(queue.Empty):  # free a slot, for which the thread may be waiting
+        with suppress(queue.Empty):  # the thread may be waiting for a free slot
             self._queue.get_nowait()
         self._thread.join(timeout=10)
         if not self._repeats:
@@ -179,7 +179,7 @@ class BackgroundLoader:
             self._put(_death_among(self._workers) or error)
 
     def _put(self, item: tuple[Batch, State] | BaseException | None) -> bool:
-        """Wait for a free slot, but not beyond `close`. Returns whether the item was taken."""
+        """Wait for a free slot, but not beyond `close`. Returns whether the item was queued."""
         while not self._stopped.is_set():
             try:
                 self._queue.put(item, timeout=0.2)
@@ -199,7 +199,7 @@ def _state_of(loader: StatefulDataLoader) -> State:
 
 
 def _death_among(workers: list[BaseProcess]) -> RunError | None:
-    """What to raise if one of the processes has died; None if all of them live."""
+    """The error if one of the processes has died, else None."""
     # A dying process closes its connections, which is an error here, shortly before its death can be seen.
     dead = wait([worker.sentinel for worker in workers], timeout=1.0) if workers else []
     for worker in workers:
@@ -207,7 +207,7 @@ def _death_among(workers: list[BaseProcess]) -> RunError | None:
             worker.join()
             code = worker.exitcode or 0
             end = f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code}"
-            cure = "the same command resumes from the last checkpoint; lower data.num_workers if it happens again"
-            problem = f"a data loader process (pid {worker.pid}) {end}, perhaps for lack of memory or room in /dev/shm"
-            return RunError(f"{problem}; {cure}", of_this_process=True)
+            hint = "the same command resumes from the last checkpoint; lower data.num_workers if it happens again"
+            reason = f"a data loader process (pid {worker.pid}) {end}, perhaps for lack of memory or room in /dev/shm"
+            return RunError(f"{reason}; {hint}", of_this_process=True)
     return None

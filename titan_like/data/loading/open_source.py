@@ -1,4 +1,4 @@
-"""Opens the splits of the dataset that [data] names."""
+"""Opens the dataset, or the blend of datasets, of each split of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titan_like.config.entry_points import format_of, load_entry
+from titan_like.config.entry_points import find_dataset, format_of, load_entry
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import HELD_OUT, Data, JobConfig
 from titan_like.data.batch import Batch
@@ -19,15 +19,14 @@ from titan_like.data.loading.lengths import sample_length
 from titan_like.data.loading.stream import BlendedStream, StreamSource
 from titan_like.data.readers.fetch import local_paths
 from titan_like.data.readers.files import find_indexed
-from titan_like.data.registry import find_dataset
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest, Source
 from titan_like.models.config import TransformerConfig
 
 
 def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) -> dict[str, Source]:
-    """Open the splits that the run reads, "train" only if it ``trains``, and `evaluation.sets` as validation/NAME.
+    """Open the run's splits, "train" only if it ``trains``, and `evaluation.sets` as validation/NAME.
 
-    Raises a `ConfigError` if data is missing or unusable, or there is too little of it.
+    Raises a `ConfigError` if data is missing, unusable or too short.
     """
     request = DataRequest(
         section=config.data,
@@ -44,15 +43,15 @@ def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) 
     is_stream = len(train) == UNKNOWN_LENGTH
     is_validated = config.evaluation.interval > 0 and not config.evaluation.sets
     description = train.described(1, 1) if len(train) == 0 else None
-    problem = f"its training split has no samples{f' ({description})' if description else ''}; give it more data"
-    require(len(train) > 0 or not trains, "data.dataset", config.data.dataset, problem)
-    problem = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
-    require(not is_validated or len(validation) > 0, "data.split", config.data.split, problem)
+    reason = f"its training split has no samples{f' ({description})' if description else ''}; give it more data"
+    require(len(train) > 0 or not trains, "data.dataset", config.data.dataset, reason)
+    reason = "leaves no whole sample for validation; give it more weight or set evaluation.interval to 0"
+    require(not is_validated or len(validation) > 0, "data.split", config.data.split, reason)
     require(not is_stream or config.training.epochs is None, "training.epochs", config.training.epochs, NO_EPOCHS)
     objective = config.data.sentence_objective
-    problem = "takes the second sentence from anywhere in the data, and a stream is only read in order; use "
-    problem += '"sentence_order", or write the data with scripts/preprocess_data.py'
-    require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, problem)
+    reason = "needs second sentences from anywhere in the data, but a stream is read in order; use "
+    reason += '"sentence_order", or write the data with scripts/preprocess_data.py'
+    require(not is_stream or objective != "next_sentence", "data.sentence_objective", objective, reason)
     for entry in config.evaluation.sets:
         key = f"evaluation.sets.{entry.name}.paths"
         try:
@@ -66,7 +65,7 @@ def open_data(config: JobConfig, model: TransformerConfig, trains: bool = True) 
 
 
 def held_out(section: Data, paths: list[Any]) -> Data:
-    """[data] of one of `evaluation.sets`, none of which is for training."""
+    """[data] of one of `evaluation.sets`, with all samples in the validation split."""
     dataset = section.dataset if format_of(section.dataset).has_files else "text"
     return section.model_copy(update={"dataset": dataset, "paths": paths, "split": HELD_OUT})
 
@@ -77,8 +76,8 @@ def open_source(request: DataRequest) -> Source:
     entry = find_dataset(request.section)
     dataset = load_entry("data.dataset", entry)
     is_source = isinstance(dataset, type) and issubclass(dataset, Source)
-    problem = f"{entry.value} is not a subclass of titan_like.data.source.Source"
-    require(is_source, "data.dataset", entry.name, problem)
+    reason = f"{entry.value} is not a subclass of titan_like.data.source.Source"
+    require(is_source, "data.dataset", entry.name, reason)
     sources, weights = list[Source](), list[float | None]()
     for share in shares:
         opened = list[Source]()
@@ -102,36 +101,36 @@ def open_source(request: DataRequest) -> Source:
 
 
 def phases_of(source: Source) -> list[Phase]:
-    """The blends of a run up to the one that it trains on."""
+    """The phases of a run up to the current blend."""
     if not isinstance(source, BlendedSource):
         return [Phase(0, [source.fingerprint], [1])]
     return list(source.phases) or [Phase(0, [part.fingerprint for part in source.sources], source.blend.shares)]
 
 
-def go_on(source: Source, phases: Sequence[Phase]) -> BlendedSource:
-    """The data of a run that goes on after the earlier ``phases`` with ``source``, the last; see `BlendedSource`."""
+def continue_after(source: Source, phases: Sequence[Phase]) -> BlendedSource:
+    """``source`` as the blend of the last of a run's ``phases``, continued from the earlier ones."""
     sources = list(source.sources) if isinstance(source, BlendedSource) else [source]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(key for phase in phases for key in phase.keys))}
-    for place, key in enumerate(phases[-1].keys):  # whose order depends on the number that it began with
+    for place, key in enumerate(phases[-1].keys):  # a source's order depends on its first number in the run
         request = replace(sources[place].request, part=numbers[key])
         sources[place] = sources[place] if request == sources[place].request else type(sources[place])(request)
     kind = BlendedStream if isinstance(sources[0], StreamSource) else BlendedSource
     readers = source.request.section.num_readers if kind is BlendedStream else 1
     blend = kind(source.request, sources, phases[-1].shares, readers)
-    blend.go_on(phases)
+    blend.continue_after(phases)
     return blend
 
 
 def _check_sample(sample: Any, request: DataRequest, dataset: str) -> None:
     """Raise a `ConfigError` if a sample cannot belong to the run."""
     is_batch = set(Batch._fields) <= set(getattr(sample, "_fields", ()))
-    problem = f"its samples are {type(sample).__name__}; return titan_like.data.batch.Batch(tokens, labels)"
-    require(is_batch, "data.dataset", dataset, problem)
+    reason = f"its samples are {type(sample).__name__}; return titan_like.data.batch.Batch(tokens, labels)"
+    require(is_batch, "data.dataset", dataset, reason)
     fields = {name: x for name in ("tokens", "labels") if (x := getattr(sample, name)) is not None}
     for name, x in fields.items():
         fits = x.dtype == torch.int64 and x.shape == (request.seq_len,)
-        problem = f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
-        require(fits, "data.dataset", dataset, problem)
+        reason = f"the {name} of its samples are {x.dtype} {list(x.shape)}, not torch.int64 [{request.seq_len}]"
+        require(fits, "data.dataset", dataset, reason)
     tokens, last = torch.cat([x[x != IGNORED_LABEL] for x in fields.values()]), request.vocab_size - 1
-    problem = f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {last}"
-    require(tokens.min() >= 0 and tokens.max() <= last, "data.dataset", dataset, problem)
+    reason = f"its first sample has tokens from {tokens.min()} to {tokens.max()}, but the model's go from 0 to {last}"
+    require(tokens.min() >= 0 and tokens.max() <= last, "data.dataset", dataset, reason)

@@ -1,4 +1,4 @@
-"""Random orders and numbers that a key chooses, computed one by one instead of being looked up."""
+"""Pseudo-random permutations and numbers, computed from a key one by one."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import struct
 import numpy as np
 
 _ROUNDS = 8  # even; four make a pseudo-random permutation of a large domain, a small one needs more
-_LEAST_BITS = 6  # halves of one or two bits can take too few forms
+_LEAST_BITS = 6  # halves of one or two bits have too few values
 _WORD = (1 << 64) - 1
 
 
 class Permutation:
-    """A bijection of 0 … size - 1 that a key chooses. It takes constant memory and time, whatever its size.
+    """A keyed bijection of 0 … size - 1, in constant memory and time for any size.
 
     A Feistel network permutes the numbers of b bits, the smallest b with 2^b ≥ size, and is applied again while the
     result is not below size (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
-    That takes fewer than two applications on average, unless size is below 32. The result is pseudo-random but
+    That needs fewer than two applications on average, unless size is below 32. The result is pseudo-random but
     not a cipher: the rounds mix by multiplication.
     """
 
     def __init__(self, size: int, *key: object) -> None:
-        """``key``: anything whose ``repr`` tells keys apart, such as a seed and an epoch."""
+        """``key``: anything with a distinct ``repr``, such as a seed and an epoch."""
         self.size = size
         bits = max(_LEAST_BITS, (size - 1).bit_length())
         self._low = bits // 2

@@ -1,11 +1,11 @@
-"""Records that are read and tokenized while the run goes on: `data.dataset` "hf".
+"""Records that are read and tokenized during the run: `data.dataset` "hf".
 
 A fixed number R of virtual readers, whatever the layout, shares the records of every shard. Sample i of the run is
 sample i div R of reader i mod R, so it is a function of i alone.
 
-Of any R consecutive records of a shard, from a multiple of R on, each reader takes one. So all have the same share of
-every shard, whatever its size, and come to the end of an epoch together. In the next epoch a reader takes what another
-one took before: in R epochs it reads every record once.
+Of any R consecutive records of a shard, from a multiple of R on, each reader reads one. So all readers have the same
+share of every shard, whatever its size, and reach the end of an epoch together. In each epoch a reader has another
+share: in R epochs it reads every record once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, 
 from titan_like.data.text.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
 from titan_like.data.text.tokenizer import tokenizer_of
 
-# Fractions of 2⁶⁴ by which a record's place among the splits advances with its number and with its shard's. They are
-# the golden ratio's and √2's, so that any stretch of records, and any set of short shards, is divided fairly.
+# A record's place among the splits advances with its number by the golden ratio (`BY_RECORD`) and with its shard's
+# number by √2, as fractions of 2⁶⁴, so that any stretch of records, and any set of short shards, is divided fairly.
 _BY_SHARD = 0x6A09E667F3BCC909
 _DEALING = "each of R records in turn"  # in the fingerprint: another way of dealing out records is another stream
 
 
 def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int:
-    """How many processes tokenize each sample because they share its reader, although only one trains on it.
+    """Number of processes that tokenize each sample because they share its reader, although only one trains on it.
 
     Process (rank, worker) reads the samples rank · micro_batch_size + j of every num_workers-th microbatch. So it needs
     the readers with the same remainders modulo ``period``.
@@ -51,16 +51,16 @@ class StreamSource(Source):
     """One split of a stream. A training split never ends; the length of another is unknown until it has been read."""
 
     def __init__(self, request: DataRequest) -> None:
-        """Find the shards. Raises a `ConfigError` if there are none, or the tokenizer does not fit the model."""
+        """Find the shards. Raises a `ConfigError` if there are none, or the model lacks tokens of the tokenizer."""
         super().__init__(request)
         section = request.section
         self._weights = split_weights(section.split)
         self.tokenizer = tokenizer_of(section, request.vocab_size)
         self.shards, self._content = find_shards(section.paths, section.read_split, section.text_key)
-        self._states: dict[str, list[int]] = {}  # where each reader goes on, as far as this process knows
+        self._states: dict[str, list[int]] = {}  # where each reader of this process continues
         # By process and number: a copy in a worker of the loader must not move its parent's open files.
         self._readers: dict[tuple[int, int], Reader] = {}
-        finalize(self, self._readers.clear)  # closes their files before Python takes its modules apart
+        finalize(self, self._readers.clear)  # closes their files before Python unloads its modules
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_readers": {}}
@@ -77,16 +77,16 @@ class StreamSource(Source):
         return self.request.split != "train" and all(self._window(index) is None for index in readers)
 
     def described(self, micro_batch_size: int, num_ranks: int) -> str:
-        """How many readers there are, whether several processes tokenize the same samples, and what would avoid it."""
+        """A line with the number of readers and a hint if several processes tokenize the same samples."""
         section = self.request.section
         text = f"streaming with {section.num_readers} readers"
         times = tokenized_times(section, micro_batch_size, num_ranks)
         enough = micro_batch_size * num_ranks * max(1, section.num_workers)
-        cure = f"each sample is tokenized {times} times; data.num_readers = {enough} would avoid it"
-        return text if times == 1 else f"{text}: {cure}"
+        hint = f"each sample is tokenized {times} times; data.num_readers = {enough} would avoid it"
+        return text if times == 1 else f"{text}: {hint}"
 
     def __getitem__(self, index: int) -> Batch:
-        """Sample ``index`` of the run, without labels if its reader has come to the split's end."""
+        """Sample ``index`` of the run, without labels past the end of its reader's data."""
         window = self._window(index)
         if window is None:
             return without_labels(next_tokens(np.full(self.request.seq_len + 1, self.tokenizer.eod_id)))
@@ -94,7 +94,7 @@ class StreamSource(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the shards' names, sizes and samples of their content, and of what decides their order."""
+        """Digest of the shards' names, sizes and samples of their content, and of the settings of their order."""
         section = self.request.section
         order = section.num_readers, self._weights, self.request.split, section.text_key
         tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id, self.tokenizer.digest
@@ -117,7 +117,7 @@ class StreamSource(Source):
         return reader
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Where each reader continues, as far as this process knows."""
+        """Where each reader of this process continues."""
         return dict(self._states)
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
@@ -138,12 +138,12 @@ class StreamSource(Source):
         return (place + reader * num_shards // request.section.num_readers) % num_shards
 
     def records_of(self, shard: int, reader: int, epoch: int, first: int, stop: int) -> set[int]:
-        """Which of records ``first`` … ``stop - 1`` of a shard, which count from 1, a reader reads in an epoch."""
+        """The records from ``first`` to ``stop - 1`` of a shard, counted from 1, that a reader reads in an epoch."""
         num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)
         if not split:
             return set()
-        # Blocks of records, and of shards, are turned against each other, so that nothing with a period (long and short
-        # documents in turn) and no remainder (shards of few records) falls to the same readers again and again.
+        # Blocks of records, and of shards, are rotated against each other. Otherwise, periodic records (long and short
+        # documents in turn) and remainders (shards of few records) would always go to the same readers.
         turn = (reader - epoch - shard - int(self._turns(np.array([shard // num_readers], np.uint64))[0])) % num_readers
         blocks = np.arange((first - 1) // num_readers, (stop - 2) // num_readers + 1, dtype=np.uint64)
         numbers = blocks * num_readers + (turn + num_readers - self._turns(blocks)) % num_readers  # from 0
@@ -153,13 +153,13 @@ class StreamSource(Source):
         return set((numbers[chosen] + 1).tolist())
 
     def _turns(self, blocks: np.ndarray) -> np.ndarray:
-        """By how many readers each block is turned, uint64: fractions of R that advance evenly with its number."""
+        """The rotation of each block in readers, uint64: fractions of R that advance evenly with its number."""
         return (blocks * _BY_SHARD >> 32) * self.request.section.num_readers >> 32
 
 
 class BlendedStream(BlendedSource):
     """A blend of one split of several streams. Sample i comes from reader i mod R of a source, so that a process needs
-    only some readers, and takes their samples in order (see `Blend`).
+    only some readers, and reads their samples in order (see `Blend`).
     """
 
     is_in_order = True
@@ -169,7 +169,7 @@ class BlendedStream(BlendedSource):
         return UNKNOWN_LENGTH if self.sources else 0
 
     def __getitem__(self, index: int) -> Batch:
-        """Sample ``index`` of the run, without labels if its source has come to the split's end."""
+        """Sample ``index`` of the run, without labels past the end of its source."""
         source, within = self.locate(index)
         return self.sources[source][within]
 
@@ -178,6 +178,6 @@ class BlendedStream(BlendedSource):
         return {key: mark for source in self.sources for key, mark in (source.state_dict() or {}).items()}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
-        """Pass the state on to every source, which takes its own part."""
+        """Pass the state to every source, which ignores the parts of others."""
         for source in self.sources:
             source.load_state_dict(state)

@@ -1,7 +1,7 @@
 """One of the virtual readers of a stream: its documents, tokenized, and its samples.
 
-A reader's state is where a sample begins. It is a pure function of the data, so a reader that begins at one gives the
-same samples as a reader that has read everything before it.
+A reader's state is the beginning of a sample. It is a pure function of the data, so a reader that starts from a state
+returns the same samples as a reader that has read everything before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from titan_like.config.errors import ConfigError, RunError, require
 from titan_like.data.readers.raw_text import BadRecord, Piece, ReadFailure, UnreadableError
 from titan_like.data.readers.shards import Shard
-from titan_like.data.text.preprocess import SKIP, documents_of, tell
+from titan_like.data.text.preprocess import SKIP, documents_of, report
 
 if TYPE_CHECKING:
     from titan_like.data.loading.stream import StreamSource
@@ -37,25 +37,27 @@ class Place(NamedTuple):
 
 
 class ReaderState(NamedTuple):
-    """Where a sample of a reader begins."""
+    """The beginning of a reader's sample."""
 
     sample: int = 0
-    offset: int = 0  # tokens of the document that come before
+    offset: int = 0  # tokens of the document before it
     place: Place = Place()
 
 
 class Documents:
-    """The documents of one reader of a stream, each between what begins and what ends a document."""
+    """The documents of one reader of a stream, tokenized, each with its first and last special tokens."""
 
     def __init__(self, source: StreamSource, reader: int) -> None:
         self._source, self._section, self._reader = source, source.request.section, reader
         self._counts = Counter[str]()  # records that this process has read, and bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Each document from ``place`` on, int64 [tokens]. Raises a `ConfigError` if a shard is damaged, or a record or
-        the whole split has no text, and a `RunError` if a shard could not be read, several times in a row.
+        """Each document from ``place`` on, int64 [tokens].
+
+        Raises a `ConfigError` if a shard is damaged, or if a record or the whole split has no text, and a `RunError` if
+        a shard could not be read several times in a row.
         """
-        num_empty = 0  # epochs in a row; after one for each reader, this one has seen all records of the split
+        num_empty = 0  # epochs in a row; after as many as there are readers, this one has read the whole split
         is_train = self._source.request.split == "train"
         for epoch in count(place.epoch) if is_train else range(place.epoch, 1):
             num_empty += 1
@@ -64,9 +66,9 @@ class Documents:
                 for document in self._of_shard(begin):
                     num_empty = 0
                     yield document
-            problem = "have no text for training; give more, or raise the share of training in data.split"
+            reason = "have no text for training; give more, or raise the share of training in data.split"
             has_text = not is_train or num_empty <= self._section.num_readers
-            require(has_text, "data.paths", self._section.paths, problem)
+            require(has_text, "data.paths", self._section.paths, reason)
 
     def _of_shard(self, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
         source, number = self._source, self._source.shard_at(self._reader, begin.epoch, begin.shard)
@@ -84,49 +86,53 @@ class Documents:
                 else:
                     raise ConfigError("data.paths", name, f"{tokens}; correct it, set data.text_key, or {SKIP}")
 
-    def _count_bad(self, problem: str) -> None:
-        """Count a bad record. The first ones are named, and then one whenever their number has doubled."""
+    def _count_bad(self, reason: str) -> None:
+        """Count a bad record. Prints the first ones, and later one each time that their number has doubled."""
         self._counts["bad"] += 1
         bad, read = self._counts["bad"], self._counts["read"]
         if bad <= _MOST_NAMED or bad.bit_count() == 1:
             reader = f"reader {self._reader} of {self._section.num_readers}"
-            tell(f"{reader} skipped {problem} ({bad:,} of {read:,} records so far)")
+            report(f"{reader} skipped {reason} ({bad:,} of {read:,} records so far)")
 
     def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
         """The shard's pieces from the one of ``place`` on, each with its start. Tries again when reading fails."""
-        start, record, tries = place.start, place.first_record, 0
+        start = place.start
+        record = place.first_record
+        tries = 0
         while True:
             try:
                 for piece in shard.pieces(self._section.text_key, start, record):
                     yield start, piece
-                    start, record, tries = piece.end, piece.first_record + piece.num_records, 0
+                    start = piece.end
+                    record = piece.first_record + piece.num_records
+                    tries = 0
                 return
             except ReadFailure as failure:
                 tries += 1
                 description = f"reader {self._reader} of {self._section.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
-                    problem = f"{description} from record {record} on, {_TRIES} times in a row"
-                    problem += "; the same command resumes from the last checkpoint"
-                    raise RunError(problem, of_this_process=True) from None
+                    reason = f"{description} from record {record} on, {_TRIES} times in a row"
+                    reason += "; the same command resumes from the last checkpoint"
+                    raise RunError(reason, of_this_process=True) from None
                 wait = 2 ** (tries - 1)
-                tell(f"{description}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
+                report(f"{description}; trying again in {wait} s ({tries} of {_TRIES} tries failed)")
                 time.sleep(wait)
             except UnreadableError as error:
-                cure = "set data.text_key, or repair or remove it"
-                raise ConfigError("data.paths", shard.name, f"{error}; {cure}") from None
+                hint = "set data.text_key, or repair or remove it"
+                raise ConfigError("data.paths", shard.name, f"{error}; {hint}") from None
 
 
 class Reader:
-    """The samples of one reader: windows of seq_len + 1 tokens over its documents, each beginning with the last token
-    of the one before. Reading them in order costs nothing extra; a sample before the last one is found by reading
-    again from ``start``, or from the beginning if it is before that.
+    """The samples of one reader: windows of seq_len + 1 tokens over its documents, which overlap by one token.
+
+    Samples are read in order. For an earlier sample, the reader starts again from ``start``, or from the beginning.
     """
 
     def __init__(self, documents: Documents, seq_len: int, start: ReaderState) -> None:
         self._all, self._seq_len, self._start = documents, seq_len, start
         self._documents: Iterator[tuple[Place, np.ndarray]] | None = None
         self._pending: deque[tuple[Place, np.ndarray]] = deque()  # documents from the next sample's first one on
-        self._offset = 0  # tokens of this first one that come before the sample
+        self._offset = 0  # tokens of the first document before the sample
         self._next = 0  # number of the next sample
 
     @property
@@ -160,11 +166,15 @@ class Reader:
                 return None
             self._pending.append(document)
             missing -= len(document[1])
-        parts, remaining, offset = [], self._seq_len + 1, self._offset
+        parts = []
+        remaining = self._seq_len + 1
+        offset = self._offset
         for _, tokens in self._pending:
             parts.append(tokens[offset : offset + remaining])
-            remaining, offset = remaining - len(parts[-1]), 0
-        self._next, self._offset = self._next + 1, self._offset + self._seq_len
+            remaining -= len(parts[-1])
+            offset = 0
+        self._next += 1
+        self._offset += self._seq_len
         while self._offset >= len(self._pending[0][1]):
             self._offset -= len(self._pending.popleft()[1])
         return np.concatenate(parts)

@@ -1,1 +1,1 @@
-"""Turns samples into what a model learns: masked tokens, missing spans, pairs, choices, masks of packed documents."""
+"""Training objectives on samples: masked tokens, span corruption, pairs, choices, masks of packed documents."""

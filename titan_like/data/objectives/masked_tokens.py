@@ -1,4 +1,4 @@
-"""Masked language modelling (arXiv 1810.04805, section 3.1): a model names the tokens of a sample that are hidden.
+"""Masked language modelling (arXiv 1810.04805, section 3.1): a model predicts the masked tokens of a sample.
 
 Of the tokens that are chosen, 80 % become the mask token, 10 % a random one, and 10 % stay. Only chosen tokens carry a
 loss. Special tokens, such as the end of a document, are never chosen. As with Megatron-LM, whole words can be chosen
@@ -24,7 +24,7 @@ _MASKED, _RANDOM = 0.8, 0.1  # shares of the chosen tokens; the others stay
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Chooses and replaces tokens. The draw depends only on the seed and the sample's number in the run."""
+    """Chooses and replaces tokens, as a function of the seed and the sample's number in the run."""
 
     section: Data
     mask_id: int
@@ -32,7 +32,7 @@ class MaskedTokens:
     words: Words | None  # None: every token is a word
 
     def apply(self, sample: Batch, seed: int, index: int) -> Batch:
-        """A sample of next-token prediction as one of masked tokens. Positions without labels are not chosen."""
+        """Turn a sample of next-token prediction into one of masked tokens. Positions without labels are not chosen."""
         inputs, given_labels = arrays_of(sample)
         random = sample_generator(b"masked tokens", seed, index)
         is_candidate = np.isin(inputs, self.ordinary) & (given_labels != IGNORED_LABEL)
@@ -50,8 +50,8 @@ class MaskedTokens:
         remaining = max(1, round(count * self.section.mlm_probability)) if count else 0
         begins = self._begins(inputs, is_candidate, remaining)
         ends = np.append(begins[1:], len(inputs))
-        # Words are tried in random order until enough tokens are chosen. Each draws a length n with weight 1/n, and the
-        # longest span of at most n words that fits is taken.
+        # Words are tried in random order until enough tokens are chosen. Each draws a length n with weight 1/n, and
+        # masks the longest span of at most n words that fits.
         lengths = np.arange(1, self.section.mlm_max_ngram + 1)
         steps = np.cumsum(1 / lengths) / np.sum(1 / lengths)
         order = random.random(len(begins)).argsort(kind="stable").tolist()
@@ -60,20 +60,22 @@ class MaskedTokens:
         for word in order:
             if remaining == 0:
                 break
-            for length in range(min(drawn[word], len(begins) - word), 0, -1):  # a shorter one where this does not fit
+            for length in range(min(drawn[word], len(begins) - word), 0, -1):  # shorter if the span does not fit
                 begin, end = begins[word], ends[word + length - 1]
                 if end - begin <= remaining and free[begin:end].all():
                     free[begin:end] = False
                     remaining -= int(end - begin)
                     break
-        if remaining:  # every other word is longer, so the first tokens of one are taken
+        if remaining:  # every other word is longer, so the first tokens of one are masked
             begin = next(begin for begin in begins[order] if free[begin])
             free[begin : begin + remaining] = False
         return is_candidate & ~free
 
     def _begins(self, inputs: np.ndarray, is_candidate: np.ndarray, max_tokens: int) -> np.ndarray:
-        """Where words begin: int64 [words]. Words of more than ``max_tokens``, which could never be chosen, such as
-        Chinese without spaces or long addresses, are cut into characters. So are words at tokens that cannot be chosen.
+        """Where words begin: int64 [words].
+
+        Words of more than ``max_tokens``, such as Chinese without spaces or long addresses, could never be chosen and
+        are cut into characters. Words also end at tokens that cannot be chosen.
         """
         if self.words is None:
             return np.arange(len(inputs))
@@ -84,7 +86,7 @@ class MaskedTokens:
 
 
 def masked_tokens_of(section: Data, tokenizer: Tokenizer, vocab_size: int) -> MaskedTokens:
-    """Masked language modelling as [data] and its tokenizer, which needs a mask token that the model has, set it."""
+    """Masked language modelling as [data] sets it. The tokenizer needs a mask token that the model has."""
     mask_id = check_token(section.tokenizer, "mask", tokenizer.mask_id, "[MASK] or <mask>", vocab_size)
     ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_ids))
     return MaskedTokens(section, mask_id, ordinary, tokenizer.words if section.mlm_whole_words else None)

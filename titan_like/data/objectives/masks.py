@@ -1,15 +1,15 @@
-"""Turns a dataset's samples into a model's: the objective, and masks and positions of packed documents and prefixes.
+"""Turns a dataset's samples into a model's: applies the objective, and masks and positions of documents and prefixes.
 
 A document ends with its end-of-document token, and the next one begins after it. As with Megatron-LM:
 `reset_position_ids` counts positions from 0 in each document, `reset_attention_mask` keeps attention within documents,
 and `eod_mask_loss` leaves out the loss where the input is an end-of-document token, whose label is the first token of
 another document.
 
-With `prefix_lm` the first tokens of a sample see each other, and only the others carry a loss (arXiv 1910.10683,
-section 3.2.1). With `reset_attention_mask` each document of a sample has a prefix of its own.
+With `prefix_lm` the first tokens of a sample attend to each other, and only the others carry a loss (arXiv 1910.10683,
+section 3.2.1). With `reset_attention_mask` each document of a sample has its own prefix.
 
-Multi-token prediction takes each position's next token as an input, and the next position's label as its label. It
-carries no loss where the next token belongs to another document, or at the last position of the sample.
+Multi-token prediction has each position's next token as an input, and the next position's label as its label. It
+carries no loss if the next token belongs to another document, or at the last position of the sample.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MASK_SETTINGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", 
 
 @dataclass(frozen=True)
 class Masks(Dataset[Batch]):
-    """A run's samples: the dataset's, changed as the objective and [data] ask beyond causal language modelling."""
+    """A run's samples: the dataset's, changed by the objective and the masks of [data]."""
 
     section: Data
     eod_id: int | None  # None if the section does not need it
     seed: int
     objective: MaskedTokens | SpanCorruption | None = None  # None: the dataset's labels, the next tokens
     pairs: SentencePairs | None = None  # set if the objective needs pairs of sentences
-    has_next: bool = False  # whether the model takes next tokens and predicts one more
+    has_next: bool = False  # whether the model has multi-token prediction
     samples: Samples = ()  # the dataset's
 
     def over(self, samples: Samples) -> Masks:
-        """The samples of a run on this dataset."""
+        """The same masks over this dataset."""
         return replace(self, samples=samples)
 
     def __getitem__(self, index: int) -> Batch:
@@ -58,11 +58,11 @@ class Masks(Dataset[Batch]):
         tokens, labels = sample.tokens, sample.labels[1:]
         if starts is not None:
             labels = labels.masked_fill(starts[1:] != starts[:-1], IGNORED_LABEL)
-        next_tokens = torch.cat((tokens[1:], tokens[-1:]))  # no loss depends on the last one
+        next_tokens = torch.cat((tokens[1:], tokens[-1:]))  # the last one carries no loss
         return sample._replace(next_tokens=next_tokens, next_labels=F.pad(labels, (0, 1), value=IGNORED_LABEL))
 
     def _masked(self, index: int) -> tuple[Batch, torch.Tensor | None]:
-        """The sample without next tokens, and where each token's document begins, if documents are told apart."""
+        """The sample without next tokens, and where each token's document begins, if that is known."""
         section, samples = self.section, self.samples
         sample = samples[index] if self.pairs is None else self.pairs.make(samples, index, self.seed)
         if self.objective is not None:
@@ -92,12 +92,13 @@ class Masks(Dataset[Batch]):
 
 
 def masks_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer | None = None) -> Masks:
-    """The `Masks` that the run's objective and [data] ask for. Without ``tokenizer``, the run's is built if needed."""
-    section, seed, has_next = config.data, config.job.seed, "mtp" in model.predictions
-    if model.is_causal and not section.tells_documents_apart:
+    """The `Masks` of the run's objective and [data]. Without ``tokenizer``, the run's is built if needed."""
+    section, seed = config.data, config.job.seed
+    has_next = "mtp" in model.predictions
+    if model.is_causal and not section.separates_documents:
         return Masks(section, None, seed, has_next=has_next)
     tokenizer = tokenizer or tokenizer_of(section)
-    eod_id = tokenizer.eod_id if section.tells_documents_apart else None
+    eod_id = tokenizer.eod_id if section.separates_documents else None
     objective: MaskedTokens | SpanCorruption | None = None
     if model.objective == "span_corruption":
         objective = span_corruption_of(config, model, tokenizer)
@@ -120,8 +121,8 @@ def document_starts(inputs: torch.Tensor, eod_id: int) -> torch.Tensor:
 def prefix_ends(first: torch.Tensor, seed: int, index: int) -> torch.Tensor:
     """Where the prefix of each token's segment ends, in sample ``index`` of the run: int64 [seq].
 
-    ``first``, int64 [seq], is where the segment begins. The segments of a sample are its documents, or one. The prefix
-    of a segment has any number of its tokens, 0 included, except all of them, with equal probability.
+    ``first``, int64 [seq], is where the segment begins: the document, or the sample. The prefix of a segment has from 0
+    to all but one of its tokens, with equal probability.
     """
     begins, sizes = torch.unique_consecutive(first, return_counts=True)
     drawn = torch.from_numpy(sample_generator(b"prefixes", seed, index).random(len(begins)))

@@ -1,13 +1,13 @@
 """RACE: multiple-choice questions about passages (arXiv 1704.04683), on which arXiv 1909.08053, section 5.3, fine-tunes
 BERT.
 
-The data set is a folder with ``train``, ``dev`` and ``test``, and in each of them ``middle`` and ``high``. Each line of
-the .txt files in them is a JSON object with an article, questions, four options for each, and answers A to D.
+The dataset is a folder with ``train``, ``dev`` and ``test``, each with ``middle`` and ``high``. Each line of the .txt
+files is a JSON object with an article, questions, four options for each, and answers A to D.
 
-A question is four samples, one after the other, as in Megatron-LM (tasks/race): [CLS] question and option [SEP] passage
-[SEP]. The sample label of the first of them is the number of the answer. An option replaces the blank, _, of a question
-that has one, and otherwise follows it. Both together are cut after `MOST_OF_QUESTION` tokens, or half of a shorter
-sample, and the passage after what is left. Runs of white space are one space.
+A question is four consecutive samples, as in Megatron-LM (tasks/race): [CLS] question and option [SEP] passage [SEP].
+The sample label of the first is the number of the answer. An option replaces the blank (_) of a question, or follows a
+question without one. Both together are truncated to `MOST_OF_QUESTION` tokens, or half of a shorter sample, and the
+passage to the remaining length. Runs of white space become one space.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Record(BaseModel):
 
 
 def read_questions(folder: Path, tokenizer: Tokenizer) -> list[Question]:
-    """All questions in a folder and its subfolders, in the order of the files' names; an `UnreadableError` if none."""
+    """All questions in a folder and its subfolders, sorted by file. Raises an `UnreadableError` if there is none."""
     records = [(file.parent.name, record) for file in sorted(folder.rglob("*.txt")) for record in _records(file)]
     if not any(record.questions for _, record in records):
         raise UnreadableError("has no .txt files with questions; name a folder of RACE, such as RACE/test")
@@ -92,27 +92,27 @@ def _clean(text: str) -> str:
 
 def _records(file: Path) -> Iterator[Record]:
     """The JSON objects of a file, one a line."""
-    with user_file(file, lambda problem: UnreadableError(f"holds {file.name}, which {problem}")):
+    with user_file(file, lambda reason: UnreadableError(f"contains {file.name}, which {reason}")):
         content = file.read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
         try:
             if line.strip():
                 yield Record.model_validate_json(line)
         except ValidationError:
-            problem = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
-            raise UnreadableError(f"{problem} {file.name}; get the data set anew") from None
+            reason = f"has no article with questions, {NUM_OPTIONS} options each and answers in line {number} of"
+            raise UnreadableError(f"{reason} {file.name}; download the dataset again") from None
 
 
 class RaceSource(Source):
-    """One split of RACE. The options of a question stay together."""
+    """One split of RACE."""
 
     together = NUM_OPTIONS
 
     def __init__(self, request: DataRequest) -> None:
         super().__init__(request)
         section = request.section
-        problem = 'dataset "race" needs one folder, in which train, dev and test are'
-        require(len(section.paths) == 1, "data.paths", section.paths, problem)
+        reason = 'dataset "race" needs one folder, in which train, dev and test are'
+        require(len(section.paths) == 1, "data.paths", section.paths, reason)
         tokenizer = tokenizer_of(section, request.vocab_size)
         self._pair_tokens = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]

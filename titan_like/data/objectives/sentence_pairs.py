@@ -6,8 +6,8 @@ contiguous text" (arXiv 1810.04805, section 3). In half of the pairs
 - ``next_sentence`` replaces B by the end of a text from another sample (arXiv 1810.04805, section 3.1);
 - ``sentence_order`` swaps A and B (arXiv 1909.11942, section 3.1; Megatron-LM's, arXiv 1909.08053, section 5.3).
 
-The class, 0 for the text as it was and 1 otherwise, is the sample's label. Tokens after the first [SEP] are of the
-second type, and what follows the last one is padding, which no token sees.
+The class, 0 for the original text and 1 otherwise, is the sample's label. Tokens after the first [SEP] have the second
+token type, and tokens after the last [SEP] are padding, which no token attends to.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class SentencePairs:
     def make(self, samples: Samples, index: int, seed: int) -> Batch:
         """Sample ``index`` of the run as a pair of sentences, whose class is the sample's label.
 
-        Positions of the text have their own token as the label, where the dataset gives one. A sample without any label
-        has none here either, and one with fewer than two tokens of text has no class.
+        The label of a position is its own token, if the dataset has a label there. A sample without labels keeps none,
+        and a sample with fewer than two tokens of text has no class.
         """
         random = sample_generator(b"sentence pairs", seed, index)
         window, seq_len = samples[index], len(samples[index].tokens)
@@ -83,10 +83,11 @@ class SentencePairs:
         (first, second), (first_has_label, second_has_label) = np.split(text, [cut]), np.split(has_label, [cut])
         is_other = bool(random.random() < 0.5)
         if is_other and self.objective == "sentence_order":
-            first, second, first_has_label, second_has_label = second, first, second_has_label, first_has_label
+            first, second = second, first
+            first_has_label, second_has_label = second_has_label, first_has_label
         elif is_other:
             other, other_has_label = self._text(self._other(samples, window, random), seq_len - ADDED, random)
-            # As long as B was, at the end of its text and without its beginning: B alone does not tell the class.
+            # As long as B, from the end of its text and without its beginning, so that B alone does not give the class.
             begin = max(len(other) - len(second), int(len(other) > 1))
             second, second_has_label = other[begin:], other_has_label[begin:]
         inputs = self.tokens.join(first, second, seq_len)
@@ -100,7 +101,7 @@ class SentencePairs:
     def _text(self, sample: Batch, max_tokens: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """The text around a random token of a sample, up to ``max_tokens`` of one document, and where it has a label.
 
-        Both results, int64 and bool, are [tokens], with 0 to ``max_tokens`` tokens: none if the sample has no text.
+        Returns int64 [tokens] and bool [tokens], with 0 tokens if the sample has no text.
         """
         inputs, labels = arrays_of(sample)
         is_text = ~np.isin(inputs, (self.eod_id, self.tokens.first, self.tokens.separator))
@@ -127,9 +128,9 @@ class SentencePairs:
 
 
 def pair_tokens_of(spec: str, tokenizer: Tokenizer, vocab_size: int) -> PairTokens:
-    """The tokens that the tokenizer ``spec`` puts around two sentences; a `ConfigError` if any is missing."""
+    """The [CLS], [SEP] and [PAD] of the tokenizer ``spec``. Raises a `ConfigError` if one is missing."""
     if (pair_ids := tokenizer.pair_ids) is None:
-        problem = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
-        raise ConfigError("data.tokenizer", spec, problem)
+        reason = "has no [CLS] and [SEP], which pairs of sentences need; use a tokenizer with these, or <s> and </s>"
+        raise ConfigError("data.tokenizer", spec, reason)
     check_ids(spec, f"its [CLS], [SEP] and [PAD] are {', '.join(map(str, pair_ids))}", max(pair_ids), vocab_size)
     return PairTokens(*pair_ids)

@@ -1,8 +1,8 @@
 """Span corruption (arXiv 1910.10683, sections 3.1.4 and 3.3.4): a model writes the spans that are missing from a text.
 
 The encoder reads the text with a sentinel in place of each span, then the end token. The decoder writes each span after
-its sentinel, then the end token. As in T5's code there is no sentinel after the last span, the first token always stays
-and the last one never does. All samples have the same lengths (`titan_like.data.loading.lengths`).
+its sentinel, then the end token. As in T5's code there is no sentinel after the last span, the first token is never
+removed and the last one always is. All samples have the same lengths (`titan_like.data.loading.lengths`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from titan_like.models.config import TransformerConfig
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Takes spans out of samples. Which ones is a function of the seed and the sample's number in the run."""
+    """Removes spans from samples, as a function of the seed and the sample's number in the run."""
 
     length: SampleLength
-    num_noise: int  # tokens that are taken out
+    num_noise: int  # tokens that are removed
     sentinel_ids: tuple[int, ...]  # one for each span
     end_id: int  # ends the encoder's input and the targets
     pad_id: int  # begins the decoder's input, and fills it up
@@ -36,9 +36,8 @@ class SpanCorruption:
     def apply(self, sample: Batch, seed: int, index: int) -> Batch:
         """A window of [raw] tokens and their labels → a sample of [encoder + decoder].
 
-        The decoder's input is the targets shifted by one. The encoder's part has no labels, and neither does a target
-        whose token has no label in the dataset. For this rule a sentinel counts as the token after it, and the end
-        token as the last token of the window.
+        The decoder's input is the targets shifted by one. The encoder's part has no labels, nor have targets whose
+        token lacks one in the dataset. A sentinel counts as the token after it, and the end as the window's last token.
         """
         tokens, given_labels = arrays_of(sample)
         is_noise = noise_mask(len(tokens), self.num_noise, len(self.sentinel_ids), seed, index)
@@ -49,7 +48,7 @@ class SpanCorruption:
         inputs = np.append(marked[begins | ~is_noise], self.end_id)
 
         noise_positions = np.flatnonzero(is_noise)
-        places = np.flatnonzero(begins[noise_positions])  # where each span begins among the tokens that are taken out
+        places = np.flatnonzero(begins[noise_positions])  # where each span begins among the removed tokens
         targets = np.append(np.insert(tokens[noise_positions], places, self.sentinel_ids), self.end_id)
         sources = np.append(np.insert(noise_positions, places, noise_positions[places]), len(tokens) - 1)
         labels = np.where(given_labels[sources] != IGNORED_LABEL, targets, IGNORED_LABEL)
@@ -63,7 +62,7 @@ class SpanCorruption:
 
 
 def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) -> np.ndarray:
-    """Which tokens are taken out: bool [raw], with ``num_noise`` true in ``num_spans`` runs, the last one at the end.
+    """Whether each token is removed: bool [raw], with ``num_noise`` true in ``num_spans`` runs, one of them at the end.
 
     The lengths of the spans, and of the pieces between them, are drawn uniformly from all lengths of at least 1.
     """
@@ -78,13 +77,13 @@ def noise_mask(raw: int, num_noise: int, num_spans: int, seed: int, index: int) 
 
 
 def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: Tokenizer) -> SpanCorruption:
-    """How a run's samples are corrupted; a `ConfigError` if a token is missing, or the lengths do not fit."""
+    """The span corruption of a run. Raises a `ConfigError` if a token is missing, or the lengths do not fit."""
     spec, length = config.data.tokenizer, sample_length(config, model)
     num_noise, num_spans = span_counts(length.raw, config.data)
     sentinels = tokenizer.sentinel_ids[:num_spans]
-    problem = f"has {len(sentinels)} sentinels (<extra_id_0>, …), but each of a sample's {num_spans} spans needs one"
-    cure = "use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
-    require(len(sentinels) == num_spans, "data.tokenizer", spec, f"{problem}; {cure}")
+    reason = f"has {len(sentinels)} sentinels (<extra_id_0>, …), but each of a sample's {num_spans} spans needs one"
+    hint = "use a tokenizer with more, lower training.seq_len or raise data.mean_noise_span_length"
+    require(len(sentinels) == num_spans, "data.tokenizer", spec, f"{reason}; {hint}")
     pad_id = padding_of(spec, tokenizer)
     largest = max(pad_id, *sentinels)
     check_ids(spec, f"its padding and sentinels go up to {largest}", largest, model.vocab_size)
@@ -92,12 +91,12 @@ def span_corruption_of(config: JobConfig, model: TransformerConfig, tokenizer: T
 
 
 def padding_of(spec: str, tokenizer: Tokenizer) -> int:
-    """The padding token of the tokenizer ``spec``, which begins the decoder's input; a `ConfigError` without one."""
+    """The padding token of the tokenizer ``spec``, which begins the decoder's input. Raises a `ConfigError` without."""
     return check_token(spec, "padding", tokenizer.pad_id, "<pad> or [PAD]")
 
 
 def encode_with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text in which ``<extra_id_0>``, ``<extra_id_1>`` and so on stand for sentinels."""
+    """Token ids of a text with sentinels written as ``<extra_id_0>``, ``<extra_id_1>`` and so on."""
     if not isinstance(tokenizer, ByteTokenizer):
         return tokenizer.encode(text, parses_special=True).tolist()  # its sentinels are among its own special tokens
     ids = list[int]()

@@ -1,1 +1,1 @@
-"""Reads and writes files: documents, records, indexed datasets, and shards of a stream."""
+"""Readers and writers of files: documents, records, indexed datasets, and shards of a stream."""

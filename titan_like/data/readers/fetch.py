@@ -17,7 +17,7 @@ from titan_like.config.urls import RemotePath, is_url
 from titan_like.data.readers.unfinished import remove
 
 _ENDING, _PART = ".fetched", ".part"
-_NAMES = ("name", "Key", "url")  # what a server says of a file besides its size and version
+_NAMES = ("name", "Key", "url")  # metadata of a remote file that depends on its name
 _TOGETHER = 16  # files that are copied at the same time
 _SMALL = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
 
@@ -40,11 +40,10 @@ def with_small_files(folder: Path) -> Path:
 
 
 def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[Path]:
-    """Copy what URLs, or patterns of them, name: files, and folders with everything below. Returns the copies.
+    """Copy files and whole folders from URLs, or patterns of URLs, to ``cache``. Returns the paths of the copies.
 
-    They are in ``cache``, or else the user's. The processes of a node share them. What the server says of the files'
-    versions names their folder, so a changed file is copied anew, and an interrupted copy goes on. Errors blame the
-    setting ``key``.
+    The default cache is the user's. The processes of a node share it. The folder's name is a digest of the files'
+    versions, so a changed file is copied again, and an interrupted copy continues. Errors name the setting ``key``.
     """
     url = RemotePath(patterns[0])
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_like" / "data_cache"
@@ -70,20 +69,20 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
                 if not is_same:
                     remove(folder)
     except OSError as error:
-        cure = "correct the URL, the credentials or the network"
-        raise ConfigError(key, str(url), f"cannot be fetched ({error.strerror}); {cure}") from None
+        hint = "correct the URL, the credentials or the network"
+        raise ConfigError(key, str(url), f"cannot be fetched ({error.strerror}); {hint}") from None
     require(files, key, str(url), "no such file or folder, and no file matches it as a glob pattern")
     require(is_same, key, str(url), "changed while it was copied; start again when nothing writes there")
     return [folder / name.lstrip("/") for name in named]
 
 
 def source_name(path: Path) -> str:
-    """A file's name without the cache's folder, which differs between machines. The path itself if it is no copy."""
+    """A copy's name without the cache's folder, which differs between machines; any other path unchanged."""
     return path.as_posix().rpartition(f"{_ENDING}/")[2]
 
 
 def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, tuple[int, str]]]:
-    """The matches of the patterns, and all files that they mean, with the size in bytes and version of each."""
+    """The matches of the patterns, and all their files with the size in bytes and the version of each."""
     matches: dict[str, Any] = {}
     for pattern in patterns:  # a name that exists comes first
         try:

@@ -1,11 +1,11 @@
-"""Which files a path in a setting means: the file, the matches of a glob pattern, or the files of a folder.
+"""Resolves a path in a setting to files: the file, the matches of a glob pattern, or the files of a folder.
 
 The files are of text or records, or the indexes of Megatron-LM's datasets.
 
-A folder means what Hugging Face's `datasets` reads of it: what ``load_from_disk`` does, if ``save_to_disk`` wrote it,
-else what ``load_dataset(folder, split="train")`` does. If neither names nor README.md tell splits apart, files of all
-formats are read, not only the most frequent one; but tables, which may be about other records, only if they are more
-than these. All text files are read too if none of them belongs to train.
+A folder is read as by Hugging Face's `datasets`: with ``load_from_disk`` if ``save_to_disk`` wrote it, else with
+``load_dataset(folder, split="train")``. If neither names nor README.md distinguish splits, files of all formats are
+read, not only of the most frequent one. Of tables and other records, which may describe each other, only the more
+frequent kind is read. All text files are read too if none of them belongs to train.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.paths import blaming, check_folder, file_problem, parse_json, user_file
+from titan_like.config.paths import blaming, check_folder, parse_json, unreadable_reason, user_file
 from titan_like.data.readers.indexed import prefix_of
 from titan_like.data.readers.raw_text import (
     JSON_ENDINGS,
@@ -43,15 +43,15 @@ _MOST_NAMED = 6  # files in a line of the log
 
 
 def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train", columns: Key = ()) -> list[Path]:
-    """The files that paths mean, each once; from folders with several splits, the files of ``split``.
+    """The files that paths name, each once; from folders with several splits, the files of ``split``.
 
-    Raises a `ConfigError` about the setting ``key`` if a path means no file, or one that cannot be read, or that holds
-    text where ``no_text`` says what is wrong with that. ``columns`` are those to read, as for `kind_of`.
+    Raises a `ConfigError` about the setting ``key`` if a path names no file or an unreadable one, or a text file if
+    there is a reason ``no_text`` to refuse it. ``columns`` are the columns to read, as for `kind_of`.
     """
     files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS, split)
     for path in files:
-        problem = file_problem(path)
-        require(problem is None, key, str(path), f"{problem}; name files of text or records")
+        reason = unreadable_reason(path)
+        require(reason is None, key, str(path), f"{reason}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
         try:
             is_text = kind_of(path, columns) == "text"
@@ -62,7 +62,7 @@ def find_files(paths: list[str], key: str, no_text: str = "", split: str = "trai
 
 
 def find_indexed(paths: list[str], key: str) -> list[str]:
-    """The indexed datasets that paths mean, each once, as paths with or without .idx or .bin; see `find_files`."""
+    """The indexed datasets that paths name, each once, as paths with or without .idx or .bin; see `find_files`."""
     names_by_prefix: dict[Path, str] = {}
     for name in paths:
         prefix = prefix_of(name)
@@ -78,25 +78,25 @@ def find_indexed(paths: list[str], key: str) -> list[str]:
 
 
 def _named_files(paths: list[str], key: str, endings: tuple[str, ...], split: str = "train") -> list[Path]:
-    """The files that paths mean, each once. ``endings``, without a compression's, select the files of folders."""
+    """The files that paths name, each once. ``endings``, without a compression's, select the files of folders."""
     files: dict[Path, Path] = {}  # by name in their real folder, which may have other spellings and links to it
     for name in paths:
         named = named_paths(name)
         require(named, key, name, "no such file or folder, and no file matches it as a glob pattern")
-        # A pattern passes over what is neither, and over folders without such files, unless it matches nothing else.
+        # A pattern skips anything else, and folders without such files, unless it matches nothing else.
         usable = [path for path in named if os.path.isfile(path) or os.path.isdir(path)] or named[:1]
         inside = [_files_of_folder(path, key, endings, split) if os.path.isdir(path) else [path] for path in usable]
         matches = list(chain(*inside))
-        problem = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
-        require(matches, key, str(usable[0]), problem)
+        reason = f"is a folder, not a file, and no file in the folder ends with {', '.join(endings)}"
+        require(matches, key, str(usable[0]), reason)
         for path in matches:
             files.setdefault(path.parent.resolve() / path.name, path)
     return list(files.values())
 
 
 def named_paths(text: str) -> list[Path]:
-    """What a path or a glob pattern names, sorted. A path that cannot be checked counts as existing."""
-    if os.path.lexists(text) or file_problem(Path(text)) != "does not exist":
+    """The paths that a path or glob pattern names, sorted. A path that cannot be checked counts as existing."""
+    if os.path.lexists(text) or unreadable_reason(Path(text)) != "does not exist":
         return [Path(text)]
     return sorted(map(Path, glob.glob(text, recursive=True)))
 
@@ -131,15 +131,15 @@ def _saved(folder: Path, key: str, wanted: str = "") -> list[str] | None:
 
 
 def _chosen_split(folder: Path, key: str, splits: Collection[str], wanted: str) -> str:
-    if len(splits) == 1 and wanted != "train":  # what is held out may have any name
+    if len(splits) == 1 and wanted != "train":  # held-out data may have any name
         return next(iter(splits))
-    problem = f"has no split named {wanted}, but {', '.join(sorted(splits))}; name the files or the folder of one"
-    require(wanted in splits, key, str(folder), problem)
+    reason = f"has no split named {wanted}, but {', '.join(sorted(splits))}; name the files or the folder of one"
+    require(wanted in splits, key, str(folder), reason)
     return wanted
 
 
 def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> list[str]:
-    """The files that ``load_dataset`` takes for the wanted split, given files with their endings."""
+    """The files of the wanted split according to ``load_dataset``, given files with their endings."""
     has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
     names = [name for name in endings if not has_records or endings[name] != ".md"]  # it only describes the records
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
@@ -150,7 +150,7 @@ def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> l
     if not by_split or (not has_records and not {wanted, "train"} & {*by_split}):
         return names
     split = _chosen_split(folder, key, by_split, wanted)
-    # Several formats may hold the same rows, so the most frequent one is read.
+    # Several formats may contain the same rows, so the most frequent one is read.
     counts = Counter(endings[name] for name in by_split[split])
     order = [".parquet", ".arrow", *JSON_ENDINGS, *TABLE_ENDINGS, *endings.values()]
     most_frequent = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")
@@ -170,15 +170,15 @@ def _splits_of_names(names: list[str]) -> dict[str, list[str]]:
 
 
 def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, list[str]] | None:
-    """Files by split, as the head of README.md says; None if it says nothing."""
+    """Files by split, according to the metadata of README.md; None if it lists no splits."""
     from huggingface_hub import metadata_load  # installed with the package tokenizers
 
     try:
         configs = (metadata_load(folder / "README.md") or {})["configs"]
         chosen = [c for c in configs if len(configs) == 1 or c["config_name"] == "default" or c.get("default")]
         names_of = ", ".join(config.get("config_name", "") for config in configs)
-        problem = f"has several configurations ({names_of}); name the files or the folder of one"
-        require(len(chosen) == 1, key, str(folder), problem)
+        reason = f"has several configurations ({names_of}); name the files or the folder of one"
+        require(len(chosen) == 1, key, str(folder), reason)
         inside = chosen[0].get("data_dir") or "."
         if "data_files" not in chosen[0]:
             below = [name for name in names if Path(name).is_relative_to(inside)]
@@ -194,14 +194,15 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         return by_split
     except ConfigError:
         raise
-    except Exception:  # it may say anything, in any form
+    except Exception:  # the metadata may have any form
         return None
 
 
 @cache
 def _report(folder: str, chosen: tuple[str, ...], rest: tuple[str, ...]) -> None:
-    """Say once, on the first process, which files of a folder are read and which are not, if any are left."""
+    """Print once, on the first process, which files of a folder are read and which are not, if any are left."""
     if chosen and rest and os.environ.get("RANK", "0") == "0":
-        read, unread = (", ".join(names[:_MOST_NAMED]) + ", …" * (len(names) > _MOST_NAMED) for names in (chosen, rest))
+        shown = [names if len(names) <= _MOST_NAMED else (*names[:_MOST_NAMED], "…") for names in (chosen, rest)]
+        read, unread = map(", ".join, shown)
         line = f"{folder}: reads {len(chosen)} of {len(chosen) + len(rest)} files ({read}) and leaves {unread}"
         print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets: tokens in ``PREFIX.bin``, and in ``PREFIX.idx`` where each sequence lies in it.
+"""Megatron-LM's indexed datasets: tokens in ``PREFIX.bin``, and the place of each sequence in ``PREFIX.idx``.
 
 The index, little-endian, as Megatron-LM's ``megatron/core/datasets/indexed_dataset.py`` writes it:
 
@@ -28,7 +28,7 @@ from types import TracebackType
 import numpy as np
 
 from titan_like.config.errors import require
-from titan_like.config.paths import file_problem
+from titan_like.config.paths import unreadable_reason
 from titan_like.data.readers.unfinished import removed_unless_renamed
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -42,9 +42,9 @@ DTYPES: dict[int, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def _require(condition: bool, path: Path, problem: str) -> None:
-    cure = "name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
-    require(condition, "data.paths", str(path), f"{problem}; {cure}")
+def _require(condition: bool, path: Path, reason: str) -> None:
+    hint = "name a dataset as scripts/preprocess_data.py or Megatron-LM writes it"
+    require(condition, "data.paths", str(path), f"{reason}; {hint}")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -59,10 +59,10 @@ def prefix_of(path: str | Path) -> Path:
 
 
 class StoredTokens:
-    """A stream of tokens in a file. Any number of threads and processes can read pieces of it on demand.
+    """A stream of tokens in a file, from which any number of threads and processes read pieces on demand.
 
-    It is not a memory map. A map's pages count as the process's memory once they are touched, so a run's memory would
-    seem to grow until it has read the whole file.
+    It is not a memory map: touched pages count as the process's memory, so a run's memory would seem to grow until it
+    has read the whole file.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, start: int = 0, stop: int | None = None) -> None:
@@ -89,15 +89,15 @@ class StoredTokens:
 
 
 class IndexedDataset:
-    """An open dataset. Only the pages of the index that have been read take memory."""
+    """An open dataset. Its index is memory-mapped."""
 
     def __init__(self, prefix: str | Path) -> None:
-        """Open both files; a `ConfigError` if one is missing, foreign, truncated or contradicts the other."""
+        """Open both files. Raises a `ConfigError` if one is missing, foreign, truncated or contradicts the other."""
         self.prefix = prefix_of(prefix)
         index, data = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         for path in (index, data):
-            problem = file_problem(path)
-            _require(problem is None, path, "there is no such file" if problem == "does not exist" else str(problem))
+            reason = unreadable_reason(path)
+            _require(reason is None, path, "there is no such file" if reason == "does not exist" else str(reason))
         self.dtype, self.lengths, self._pointers, self._documents = _open_index(index)
         self.tokens = StoredTokens(data, self.dtype)
         size, expected = os.stat(data).st_size, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
@@ -142,8 +142,8 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     is_index = len(header) == _HEADER.size and header.startswith(_MAGIC)
     _require(is_index, path, "is no index of Megatron-LM, or is cut off: it lacks the header MMIDIDX")
     _, version, code, sequences, boundaries = _HEADER.unpack(header)
-    problem = f"has version {version} of the format and tokens of type {code}, which are unknown"
-    _require(version == 1 and code in DTYPES, path, problem)
+    reason = f"has version {version} of the format and tokens of type {code}, which are unknown"
+    _require(version == 1 and code in DTYPES, path, reason)
     expected = _HEADER.size + 12 * sequences + 8 * boundaries
     defect = "is cut off" if size < expected else "is damaged"
     is_whole = size in (expected, expected + sequences)
@@ -159,7 +159,7 @@ def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 
 
 class IndexedWriter:
-    """Writes a dataset, sequence by sequence. Its files appear under their names when all of it is on the disk."""
+    """Writes a dataset, sequence by sequence. Its files get their names once they are complete and on disk."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         """``dtype``: one of `DTYPES`."""
@@ -200,8 +200,9 @@ class IndexedWriter:
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray, documents: Sequence[int]) -> None:
-    """Write an index of sequences that lie one after the other, of these ``lengths``, int32 [sequences], which may be
-    memory-mapped. ``documents`` are boundaries, the first 0 and the last the number of sequences.
+    """Write the index of consecutive sequences with ``lengths``, int32 [sequences], which may be memory-mapped.
+
+    ``documents`` are boundaries, the first 0 and the last the number of sequences.
     """
     starts = range(0, len(lengths), _PIECE)
     with open(path, "wb") as file:

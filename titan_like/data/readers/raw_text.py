@@ -1,4 +1,4 @@
-"""Files of documents as pieces of about a megabyte, each of which can be tokenized alone.
+"""Splits files of documents into pieces of about a megabyte, each of which can be tokenized alone.
 
 | kind | documents | recognised by |
 |---|---|---|
@@ -43,16 +43,16 @@ _MAGIC = {"parquet": b"PAR1", "arrow": b"ARROW1"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _PIECE = 1 << 20  # bytes of JSON lines
 _CHUNK = 1 << 18  # bytes that are read at a time
-_HEAD = 1 << 16  # bytes at the beginning that tell a file's kind
+_HEAD = 1 << 16  # bytes at the beginning from which the kind is detected
 _ROWS = 256  # rows of a table or an array in a piece
 _OBJECT = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object
 _ARRAY = re.compile(rb"\A\[\s*(?=\{)")  # the beginning of an array of objects
 _SPACE = re.compile(r"\s*")
 _SEPARATORS = {"csv": ",", "tsv": "\t"}  # of tables (RFC 4180)
-_WORD = re.compile(r"[A-Za-z_][\w.-]*")  # a name in the header of a table that only its content tells
+_WORD = re.compile(r"[A-Za-z_][\w.-]*")  # a name in the header of a table without a table's ending
 csv.field_size_limit(2**31 - 1)  # characters of a document in a table
 Key = str | tuple[str, ...]
-Wanted = Callable[[int], bool]  # whether to look at a record, given its number
+Wanted = Callable[[int], bool]  # whether to read a record, given its number
 
 
 class UnreadableError(ValueError):
@@ -64,7 +64,7 @@ class ReadFailure(UnreadableError):  # noqa: N818
 
 
 class BadRecord(ValueError):  # noqa: N818
-    """A record without text; the message says why."""
+    """A record without usable text; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Piece:
     content: bytes | list[Any]  # whole lines; rows or JSON values; a text, or the `BadRecord` it is
     first_record: int  # line or row of the file with which it begins, from 1
     num_records: int
-    end: int  # where to go on: bytes, uncompressed, or rows or JSON values; 0 in a text
+    end: int  # where the next piece begins: uncompressed bytes, or rows or JSON values; 0 in a text
     before: str = ""  # text around a piece of a text, which is tokenized with it; empty at the ends of the file
     after: str = ""
 
@@ -99,7 +99,7 @@ def kind_of(path: Path, key: Key = ()) -> str:
         if head.startswith(magic) or ending == f".{kind}":
             return kind
     if head.startswith(b"%PDF") or b"\0" in head:
-        raise UnreadableError("holds no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
+        raise UnreadableError("contains no text, JSON, parquet or arrow; convert it to UTF-8 text or leave it out")
     is_whole, head = len(head) < _HEAD, head.removeprefix(codecs.BOM_UTF8)
     if ending in TABLE_ENDINGS:
         return ending[1:]
@@ -107,12 +107,12 @@ def kind_of(path: Path, key: Key = ()) -> str:
         return "json"
     json_kind = _json_kind(path, head.lstrip(), is_whole)
     if ending == ".json" and json_kind is None:
-        raise UnreadableError("holds neither a JSON array nor JSON objects; write it so, or repair it")
+        raise UnreadableError("contains neither a JSON array nor JSON objects; write it so, or repair it")
     return json_kind or ("jsonl" if ending in JSON_ENDINGS else _table_kind(head, is_whole, key) or "text")
 
 
 def _json_kind(path: Path, head: bytes, is_whole: bool) -> str | None:
-    """ "jsonl" or "json", or None if the file, which begins with ``head``, holds no records.
+    """ "jsonl" or "json", or None if the file, which begins with ``head``, has no records.
 
     A comma after its first object is enough, even if a later one is damaged.
     """
@@ -142,9 +142,11 @@ def _json_kind(path: Path, head: bytes, is_whole: bool) -> str | None:
 
 def _json_records(content: bytes) -> list[Any]:
     """The elements of a JSON array, or JSON values one after the other."""
-    text, at, records = content.decode("utf-8-sig"), 0, []
+    text = content.decode("utf-8-sig")
     if text.lstrip().startswith("["):
         return parse_json(text)
+    at = 0
+    records = []
     while (at := _SPACE.match(text, at).end()) < len(text):  # type: ignore[union-attr]
         record, at = json.JSONDecoder().raw_decode(text, at)
         records.append(record)
@@ -154,7 +156,7 @@ def _json_records(content: bytes) -> list[Any]:
 def _table_kind(head: bytes, is_whole: bool, key: Key) -> str | None:
     """ "csv" or "tsv" if a text is a header of names and rows with as many fields, else None.
 
-    Where the rows are single words too, it is a list of words, unless the header has a column to read.
+    If the rows are single words too, the text is a list of words, unless the header has a column to read.
     """
     lines = io.StringIO(head.decode("utf-8", "ignore"), newline="").readlines()
     keys = {key} if isinstance(key, str) else {*key}
@@ -162,7 +164,7 @@ def _table_kind(head: bytes, is_whole: bool, key: Key) -> str | None:
         with suppress(csv.Error):
             header, *rows = [*filter(None, csv.reader(lines, delimiter=separator))] or [[""]]
             rows = rows if is_whole else rows[:-1]
-            names = header[not header[0] :]  # pandas gives its index no name
+            names = header if header[0] else header[1:]  # pandas gives its index no name
             is_header = len({*header}) == len(header) > 1 and all(map(_WORD.fullmatch, names))
             is_list = keys.isdisjoint(header) and all(map(_WORD.fullmatch, chain(*rows)))
             if is_header and rows and not is_list and all(len(row) == len(header) for row in rows):
@@ -173,11 +175,11 @@ def _table_kind(head: bytes, is_whole: bool, key: Key) -> str | None:
 def read_pieces(
     path: Path, key: Key, start: int = 0, first_record: int = 1, find_cut: FindCut | None = None
 ) -> Iterator[tuple[Piece, float]]:
-    """The pieces of a file from ``start`` on, each with the share of the file that has been read by then.
+    """The pieces of a file from ``start`` on, each with the fraction of the file that has been read by then.
 
     ``start`` is 0, as always in a text, or a `Piece.end`, and ``first_record`` the number of the record there. ``key``
     names the columns of a table. Nulls are left out of its rows: Arrow fills up each struct with the fields of the
-    others. ``find_cut`` says where a long text may be cut, as `long_text.find_cut` does; without it, anywhere.
+    others. ``find_cut`` finds places to cut a long text, as `long_text.find_cut` does; without it, any place will do.
 
     Raises an `UnreadableError` if the file is damaged, lacks the column or needs a package that is missing, and a
     `ReadFailure` if the operating system failed to read it.
@@ -207,7 +209,7 @@ def read_pieces(
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Turn what reading raises into the two errors of this module."""
+    """Turn any error of reading into one of the two errors of this module."""
     try:
         yield
     except (ConfigError, UnreadableError):
@@ -236,7 +238,7 @@ def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
 
 
 def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
-    """All members of a file. Python's own readers take a member with a damaged beginning for the file's end."""
+    """All members of a file. Python's own readers stop at a member with a damaged beginning, without an error."""
     new: Any = {".gz": partial(zlib.decompressobj, 31), ".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
     if compression == ".zst":
         from zstandard import ZstdDecompressor
@@ -262,33 +264,36 @@ def _lines(chunks: Iterable[bytes], at: int, record: int) -> Iterator[Piece]:
         if size >= _PIECE and b"\n" in chunk:
             joined = b"".join(pending)
             cut = joined.rindex(b"\n") + 1
-            lines, at = joined.count(b"\n"), at + cut
-            yield Piece("jsonl", joined[:cut], record, lines, at)
-            pending, size, record = [joined[cut:]], size - cut, record + lines
+            num_lines = joined.count(b"\n")
+            at += cut
+            yield Piece("jsonl", joined[:cut], record, num_lines, at)
+            pending = [joined[cut:]]
+            size -= cut
+            record += num_lines
     if remaining := b"".join(pending):
         yield Piece("jsonl", remaining, record, 1 + remaining.count(b"\n"), at + len(remaining))
 
 
 def _text(chunks: Iterable[bytes], find_cut: FindCut | None) -> Iterator[Piece]:
-    decoder, problem = codecs.getincrementaldecoder("utf-8")(), None
+    decoder, reason = codecs.getincrementaldecoder("utf-8")(), None
 
     def texts() -> Iterator[str]:
-        nonlocal problem
+        nonlocal reason
         place = 0
         for chunk in chain(chunks, [b""]):
             waiting = len(decoder.getstate()[0])  # bytes of a character that is not whole yet
             try:
                 yield decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                problem = f"byte {place - waiting + error.start} is not valid UTF-8; convert the file or remove it"
+                reason = f"byte {place - waiting + error.start} is not valid UTF-8; convert the file or remove it"
                 return
             place += len(chunk)
 
     for before, text, after in cut_text(texts(), find_cut or (lambda text: len(text) // 2)):
-        if problem is None or after:
+        if reason is None or after:
             yield Piece("text", [text if before else text.removeprefix("\ufeff")], 1, int(not after), 0, before, after)
-    if problem:
-        yield Piece("text", [BadRecord(problem)], 1, 1, 0)
+    if reason:
+        yield Piece("text", [BadRecord(reason)], 1, 1, 0)
 
 
 def _rows(batches: Iterable[tuple[int, Any, float]], start: int) -> Iterator[tuple[Piece, float]]:
@@ -322,7 +327,7 @@ def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, An
 
 def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
     """Read all batches of a file in either of Arrow's IPC formats, as `_parquet_batches` does. Hugging Face datasets
-    are saved in the stream format, which does not say where a row is.
+    are saved in the stream format, which has no index of rows.
     """
     from pyarrow import ArrowInvalid, OSFile, ipc
 
@@ -346,10 +351,10 @@ def _table_rows(rows: Iterator[list[str]], key: Key) -> Iterator[dict[str, str] 
     rows = filter(None, rows)  # empty lines are no rows
     header = next(rows, [])
     _columns(header, key)
-    problem = f"the row has more fields than the header, which has {len(header)}; put text with separators in quotes"
+    reason = f"the row has more fields than the header, which has {len(header)}; put text with separators in quotes"
     for row in rows:
         pairs = [*zip(header, row, strict=False)][::-1]
-        yield BadRecord(problem) if len(row) > len(header) else {name: field for name, field in pairs if field}
+        yield BadRecord(reason) if len(row) > len(header) else {name: field for name, field in pairs if field}
 
 
 def _columns(names: list[str], key: Key) -> list[str]:
@@ -362,9 +367,9 @@ def _columns(names: list[str], key: Key) -> list[str]:
 
 
 def texts_of(piece: Piece, key: str | None, is_wanted: Wanted = lambda record: True) -> Iterator[tuple[int, Any]]:
-    """Yield the number and text of each wanted record of a piece, or why it has no text. Empty lines are skipped.
+    """Yield the number and text of each wanted record of a piece, or a `BadRecord`. Empty lines are skipped.
 
-    ``key`` is the text's in a record; with None the whole record is yielded.
+    ``key`` is the text's key in a record; with None the whole record is yielded.
     """
     if piece.kind == "text":
         yield piece.first_record, piece.content[0]
@@ -392,5 +397,5 @@ def _text_in(record: Any, key: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRecord("the text holds half a surrogate pair") from None
+        raise BadRecord("the text contains half a surrogate pair") from None
     return text

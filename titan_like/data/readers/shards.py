@@ -1,4 +1,4 @@
-"""The shards of a stream: local files of records, or the parts of a dataset on the Hugging Face hub."""
+"""Shards of a stream: local files of records, or files of a dataset on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.data.readers.files import find_files, named_paths
 from titan_like.data.readers.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
 
-_FILES, _PIECES, _PIECE = 64, 3, 4096  # files whose content a digest samples, pieces of each, and bytes in a piece
+# The fingerprint of a stream samples this many files, pieces of each, and bytes of a piece.
+_FILES = 64
+_PIECES = 3
+_PIECE = 4096
 _ROWS = 256  # rows of a dataset on the hub in a piece
 _NOTHING = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be "
 _NOTHING += "like org/name, org/name:config or org/name@revision"
-_NO_TEXT = 'holds text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
+_NO_TEXT = 'contains text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
 # A dataset of the hub, perhaps with a configuration of it and a revision: allenai/c4:en@1588ec4
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
@@ -31,7 +34,7 @@ class LocalShard:
     name: str  # its path
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """The pieces from ``start`` on, as `read_pieces` gives them."""
+        """The pieces from ``start`` on; see `read_pieces`."""
         return (piece for piece, _ in read_pieces(Path(self.name), key, start, first_record))
 
 
@@ -44,7 +47,7 @@ class HubShard:
     number: int
 
     def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """Pieces as `LocalShard.pieces` gives them. Errors that are not known damage count as network failures."""
+        """Pieces as in `LocalShard.pieces`. Errors other than known damage count as network failures."""
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):
@@ -58,11 +61,11 @@ class HubShard:
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None
 
 
-Shard = LocalShard | HubShard  # a sequence of records that is read on its own
+Shard = LocalShard | HubShard
 
 
 def find_shards(paths: list[str], split: str = "train", column: str = "text") -> tuple[list[Shard], str]:
-    """The shards that paths name, if need be of ``split`` alone, in a fixed order, and a digest of what they are."""
+    """The shards that paths name in a fixed order, of ``split`` if there are several, and a digest of their content."""
     require(paths, "data.paths", None, 'dataset "hf" needs files, folders, patterns or names of the hub')
     shards: dict[str, Shard] = {}
     identity: list[object] = []
@@ -88,21 +91,21 @@ def find_shards(paths: list[str], split: str = "train", column: str = "text") ->
 
 
 def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
-    """The shards of a split of a dataset on the hub, and its revision, which is looked up once."""
+    """The shards of a split of a dataset on the hub, and its current revision."""
     try:
         from datasets import disable_progress_bars, load_dataset
         from huggingface_hub import HfApi
     except ImportError:
-        problem = "no such file or folder, and a name of the Hugging Face hub needs the package datasets"
-        raise ConfigError("data.paths", path, f"{problem}; install titan_like[stream]") from None
+        reason = "no such file or folder, and a name of the Hugging Face hub needs the package datasets"
+        raise ConfigError("data.paths", path, f"{reason}; install titan_like[stream]") from None
     name, config, revision = _HUB_NAME.fullmatch(path).group("name", "config", "revision")  # type: ignore[union-attr]
     disable_progress_bars()
     try:
         revision = HfApi().dataset_info(name, revision=revision, timeout=30).sha
         dataset = load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:  # from the network, the hub, or the dataset's own format
-        problem = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
-        cure = "correct the name, or download it and name the folder"
-        raise ConfigError("data.paths", path, f"{problem}; {cure}") from None
+        reason = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
+        hint = "correct the name, or download it and name the folder"
+        raise ConfigError("data.paths", path, f"{reason}; {hint}") from None
     shards = [HubShard(f"{path} shard {number}", dataset, number) for number in range(dataset.num_shards)]
     return shards, str(revision)

@@ -1,7 +1,7 @@
-"""Tokenizes a long text in pieces, into the same tokens as the whole text.
+"""Tokenizes a long text in pieces, with the same tokens as the whole text.
 
-A text may be cut before a token that is the same wherever tokenization begins and ends. Each piece is tokenized with
-some of the text around it, whose tokens are dropped.
+A text may be cut before a token that does not depend on where tokenization begins and ends. Each piece is tokenized
+with some context on both sides, whose tokens are dropped.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from tokenizers import models
 
 from titan_like.data.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 
-PIECE = 1 << 18  # characters that are tokenized at a time; a tokenizer takes some 200 bytes of memory for each
+PIECE = 1 << 18  # characters that are tokenized at a time; a tokenizer needs some 200 bytes of memory for each
 CONTEXT = 1 << 11  # characters before and after a piece that are tokenized with it
 FindCut = Callable[[str], int | None]  # a place in a stretch of text, or None
 _AGREEING = 8  # tokens before and after a cut on which all windows agree
-# Characters that the windows leave out at both ends of the same text. Runs of equal digits, spaces or phrases become
-# tokens that depend on where a window begins.
+# Characters that the windows leave out at both ends of the same text. The tokens of repeated digits, spaces or phrases
+# depend on where a window begins.
 _SHIFTS = (0, 1, 2, 3, 5, 8, 13, 21, 34)
 
 
 def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
-    """Where a longer text may be cut, given the 2 · CONTEXT characters ``text`` of it: a place in its middle half.
+    """A place for a cut in the middle half of ``text``, 2 · CONTEXT characters of a longer text.
 
-    None if the tokens there depend on where tokenization begins. A Unigram model is cut between words only. Within a
-    word, the rounding of all earlier scores decides between equally likely tokens, as in a dashed line.
+    None if the tokens there depend on where tokenization begins. With a Unigram model, cuts are between words only:
+    within a word, such as a dashed line, the rounding of earlier scores decides between equally likely tokens.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return len(text) // 2
@@ -47,8 +47,8 @@ def find_cut(tokenizer: Tokenizer, text: str) -> int | None:
 
 
 def _window(tokenizer: HuggingFaceTokenizer, text: str, shift: int) -> np.ndarray:
-    """The tokens of a text except its ends: int64 [tokens, 4], each with the places where it begins and ends, and
-    whether the pre-tokenizer divides the text there. Digits in groups of three may be the same tokens in other groups.
+    """The tokens of a text without its ends: int64 [tokens, 4] of id, begin, end, and whether the pre-tokenizer divides
+    the text at the begin. That distinguishes digits that are the same tokens in other groups of three.
     """
     ids, begins, ends = tokenizer.encode_with_places(text[shift : len(text) - shift])
     encoded = tokenizer.tokenizer.encode(text[shift : len(text) - shift], add_special_tokens=False)
@@ -58,10 +58,10 @@ def _window(tokenizer: HuggingFaceTokenizer, text: str, shift: int) -> np.ndarra
 
 
 def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np.ndarray | None:
-    """The tokens of a part of a text, int64 [tokens], between cuts that `find_cut` found. ``before`` and ``after`` are
-    CONTEXT characters around it, or empty at the ends of the whole text.
+    """The tokens of a part of a text between cuts of `find_cut`: int64 [tokens].
 
-    None if a cut is not between two tokens after all, because of repetitions over more than the context.
+    ``before`` and ``after`` are CONTEXT characters around it, or empty at the ends of the whole text. None if a cut is
+    within a token after all, because the text repeats itself over more than the context.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer.encode(text)
@@ -78,7 +78,7 @@ def encode_piece(tokenizer: Tokenizer, before: str, text: str, after: str) -> np
 def encode_documents(
     tokenizer: Tokenizer, texts: list[str], ends: bool = True, before: str = "", after: str = ""
 ) -> list[np.ndarray] | None:
-    """Texts as documents, each int64 [tokens], between what begins one and, if it ``ends``, the token for that.
+    """The tokens of documents, int64 [tokens] each, with those that begin one and, if it ``ends``, the end-of-document.
 
     A part of a long text has context on one side or both; None if it cannot be cut there after all.
     """
@@ -93,7 +93,7 @@ def encode_documents(
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The tokens of several texts, each int64 [tokens]. Long texts are tokenized in pieces."""
+    """The tokens of several texts, int64 [tokens] each. Long texts are tokenized in pieces."""
     short = iter(tokenizer.encode_all([text for text in texts if len(text) <= PIECE]))
     return [next(short) if len(text) <= PIECE else _encode_long(tokenizer, text) for text in texts]
 
@@ -108,11 +108,13 @@ def _encode_long(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def cut_text(parts: Iterable[str], find_cut: FindCut) -> Iterator[tuple[str, str, str]]:
-    """A text that comes in ``parts`` as pieces of at least `PIECE` characters, each between its context on both sides.
+    """Cut a text, given in ``parts``, into (context, piece, context), with pieces of at least `PIECE` characters.
 
-    ``find_cut`` is given stretches of 2 · CONTEXT characters in turn until it finds a place in one.
+    ``find_cut`` gets consecutive stretches of 2 · CONTEXT characters until it finds a place in one.
     """
-    text, begin, at = "", 0, PIECE
+    text = ""
+    begin = 0
+    at = PIECE
     for part in parts:
         text += part
         while len(text) - at >= 2 * CONTEXT:

@@ -1,7 +1,7 @@
 """Packed samples for causal language models: windows of seq_len tokens over the concatenated documents.
 
-Text files become an indexed dataset in the run's cache, with an end-of-document token after each document. It is built
-once for each corpus and tokenizer. The first process of a node that gets the lock builds it, and all processes read it.
+Text files become an indexed dataset in the run's cache, with an end-of-document token after each document, once for
+each corpus and tokenizer. The process of a node that gets the lock first builds it, and all processes read it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock
 
 from titan_like.config.entry_points import format_of
-from titan_like.config.errors import ConfigError, cure_of_writing, require
+from titan_like.config.errors import ConfigError, require, writing_hint
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat.records import RECORD_KEYS, RESERVED
@@ -35,12 +35,12 @@ from titan_like.data.readers.indexed import IndexedDataset, StoredTokens
 from titan_like.data.readers.raw_text import RECORD_ENDINGS
 from titan_like.data.readers.unfinished import remove
 from titan_like.data.source import SPLITS, DataRequest, Source
-from titan_like.data.text.preprocess import SKIP, Job, tell, tokenize_files
+from titan_like.data.text.preprocess import SKIP, Job, report, tokenize_files
 from titan_like.data.text.tokenizer import tokenizer_of
 
-_LOOKED_AT = 64  # documents at the beginning of a dataset
+_CHECKED = 64  # documents at the beginning of a dataset
 BY_RECORD, WHOLE = 0x9E3779B97F4A7C15, 1 << 64  # multiples of the first are spread evenly, modulo the second
-_PIECES, _PIECE = 64, 4096  # number of pieces that a token_fingerprint samples, and tokens in each
+_PIECES, _PIECE = 64, 4096  # number of pieces that `token_fingerprint` samples, and tokens in each
 
 
 def split_weights(text: str) -> tuple[float, float, float]:
@@ -51,8 +51,8 @@ def split_weights(text: str) -> tuple[float, float, float]:
         weights = []
     is_valid = len(weights) == 3 and all(weight >= 0 for weight in weights) and sum(weights) < inf
     is_valid = is_valid and (weights[0] > 0 or text == HELD_OUT)
-    problem = 'must be three weights for train, validation and test, like "969,30,1"'
-    require(is_valid, "data.split", text, problem)
+    reason = 'must be three weights for train, validation and test, like "969,30,1"'
+    require(is_valid, "data.split", text, reason)
     train, validation, test = (weight / sum(weights) for weight in weights)
     return train, validation, test
 
@@ -60,8 +60,8 @@ def split_weights(text: str) -> tuple[float, float, float]:
 def split_bounds(total: int, nearest_end: Callable[[int], int], weights: tuple[float, float, float]) -> list[int]:
     """Token positions [0, a, b, total] that bound the three splits.
 
-    Each cut falls on the end of a document that is nearest to a token, as ``nearest_end`` finds it. If that would leave
-    a split without tokens (in a corpus of one long document, for example), the cut falls inside a document.
+    Each bound is the ``nearest_end`` of a document. If that would leave a split without tokens (for example in a corpus
+    of one long document), the bound is inside a document.
     """
     bounds = [0]
     for split, share in enumerate(accumulate(weights[:2])):
@@ -74,7 +74,7 @@ def split_bounds(total: int, nearest_end: Callable[[int], int], weights: tuple[f
 
 
 def split_range(weights: tuple[float, float, float], split: str) -> range:
-    """The part of 0 … 2^64 - 1 that is the split's, where a record's number times `BY_RECORD` decides its split."""
+    """The split's part of 0 … 2^64 - 1. A record's split is the one that contains its number times `BY_RECORD`."""
     number = SPLITS.index(split)
     first, last = (round(sum(weights[:end]) * WHOLE) for end in (number, number + 1))
     return range(first, WHOLE if number == 2 else last)
@@ -123,34 +123,34 @@ class IndexedSource(PackedDataset):
     """One dataset of Megatron-LM: `data.dataset` "indexed"."""
 
     def __init__(self, request: DataRequest) -> None:
-        """Open and check its two files, and whether its documents can be told apart where a setting needs that."""
+        """Open and check its two files, and its ends of documents if a setting depends on them."""
         weights, paths = split_weights(request.section.split), request.section.paths
         require(paths, "data.paths", None, 'dataset "indexed" needs the paths of .bin and .idx files')
         self.path = str(paths[0])
         dataset = IndexedDataset(self.path)
-        if request.section.tells_documents_apart:
+        if request.section.separates_documents:
             _check_ends(dataset, self.path, tokenizer_of(request.section).eod_id)
         super().__init__(request, _split_of(dataset, weights, request))
 
     def sample(self, position: int) -> Batch:
-        """Window ``position``; a `ConfigError` if it holds a token that the model lacks."""
+        """Window ``position``. Raises a `ConfigError` if the model lacks a token of it."""
         sample, size = super().sample(position), self.request.vocab_size
         tokens = np.append(*arrays_of(sample))
         wrong = tokens[(tokens < 0) | (tokens >= size)]
         if len(wrong):
-            problem = f"holds the token {wrong[0]}, but the model's vocab_size is {size}"
-            cure = "set model.overrides.vocab_size, or name a dataset of the model's tokenizer"
-            raise ConfigError("data.paths", self.path, f"{problem}; {cure}")
+            reason = f"contains the token {wrong[0]}, but the model's vocab_size is {size}"
+            hint = "set model.overrides.vocab_size, or name a dataset of the model's tokenizer"
+            raise ConfigError("data.paths", self.path, f"{reason}; {hint}")
         return sample
 
 
 def _check_ends(dataset: IndexedDataset, path: str, eod_id: int) -> None:
-    """Refuse a dataset whose documents cannot be told apart: none of the first ends with the end-of-document token."""
-    ends = [dataset.document_end(number) for number in range(min(dataset.num_documents, _LOOKED_AT))]
+    """Refuse a dataset none of whose first documents ends with the end-of-document token."""
+    ends = [dataset.document_end(number) for number in range(min(dataset.num_documents, _CHECKED))]
     is_ended = any(end > 0 and dataset.tokens[end - 1 : end][0] == eod_id for end in ends)
-    problem = f"its documents do not end with token {eod_id}, the end of document of data.tokenizer, so masks and "
-    problem += "positions cannot follow them; set data.tokenizer to theirs, or write them with --append_eod"
-    require(is_ended, "data.paths", path, problem)
+    reason = f"its documents do not end with token {eod_id}, the end of document of data.tokenizer, so masks and "
+    reason += "positions cannot follow them; set data.tokenizer to theirs, or write them with --append_eod"
+    require(is_ended, "data.paths", path, reason)
 
 
 def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], request: DataRequest) -> StoredTokens:
@@ -160,13 +160,13 @@ def _split_of(dataset: IndexedDataset, weights: tuple[float, float, float], requ
     part = dataset.tokens.part(bounds[number], bounds[number + 1])
     is_enough = request.split != "train" or len(part) > request.seq_len
     of_dataset = f" of {dataset.prefix}" if format_of(request.section.dataset).is_tokenized else ""
-    problem = f"the training split{of_dataset} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
-    require(is_enough, "training.seq_len", request.seq_len, problem)
+    reason = f"the training split{of_dataset} has {len(part)} tokens, fewer than seq_len + 1; add text or lower it"
+    require(is_enough, "training.seq_len", request.seq_len, reason)
     return part
 
 
 def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
-    """Digest of a token stream [total]: its length and evenly spaced pieces, so that any stream takes little time."""
+    """Digest of the length and of evenly spaced pieces of a token stream [total], which is fast for any length."""
     starts = np.linspace(0, max(0, len(tokens) - _PIECE), _PIECES).astype(np.int64)
     digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=16)
     for start in starts:
@@ -175,10 +175,10 @@ def token_fingerprint(tokens: np.ndarray | StoredTokens) -> str:
 
 
 def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
-    """Open the corpus that [data] names. What the cache lacks is tokenized; a `ConfigError` if it cannot be written."""
+    """Open the corpus that [data] names, or tokenize it into the cache. Raises a `ConfigError` if that fails."""
     job = corpus_job(section)
     folder = corpus_folder(job, cache_folder)
-    unfinished = folder.with_suffix(".unfinished")  # this run goes on with what an interrupted one left
+    unfinished = folder.with_suffix(".unfinished")  # of an interrupted run, which this one continues
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -186,38 +186,39 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
                 began = time.monotonic()
                 done = tokenize_files(job, unfinished / "tokens")
                 seconds = time.monotonic() - began
-                tell(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
+                report(f"tokenized {len(job.files)} files into {done.tokens:,} tokens in {seconds:.1f} s")
                 os.replace(unfinished, folder)
     except ConfigError:
         remove(unfinished)  # a corrected file makes another corpus
         raise
     except OSError as error:
-        problem = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {cure_of_writing(error)}"
-        raise ConfigError("job.dump_folder", str(cache_folder.parent), problem) from None
+        reason = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {writing_hint(error)}"
+        raise ConfigError("job.dump_folder", str(cache_folder.parent), reason) from None
     return IndexedDataset(folder / "tokens")
 
 
 def corpus_job(section: Data) -> Job:
     """The job that tokenizes the corpus. Raises the errors of `corpus_files`."""
     data_format = format_of(section.dataset)
-    # Nobody can be asked to correct the standard library, so files of it that are not UTF-8 are left out.
-    bad_lines, files = section.bad_lines if data_format.has_files else "skip", corpus_files(section)
+    # The user cannot correct the standard library, so its files that are not UTF-8 are skipped.
+    bad_lines = section.bad_lines if data_format.has_files else "skip"
+    files = corpus_files(section)
     if not data_format.is_chat:
         return Job(files, section.tokenizer, section.text_key, section.token_options, bad_lines=bad_lines)
     chat = read_template(section.tokenizer)
     template = f"{chat.chat_template} {chat.special_tokens_map}" if chat else ""
     for name, value in section.chat_template_kwargs.items():
-        problem = f"the chat template of {section.tokenizer} has no such variable; remove it"
+        reason = f"the chat template of {section.tokenizer} has no such variable; remove it"
         is_variable = re.search(rf"\b{re.escape(name)}\b", template) and name not in RESERVED
-        require(is_variable, f"data.chat_template_kwargs.{name}", value, problem)
-    tokens, cure = section.token_options, f"correct or remove it, or {SKIP}"
-    job = Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, cure=cure, template=template)
+        require(is_variable, f"data.chat_template_kwargs.{name}", value, reason)
+    tokens, hint = section.token_options, f"correct or remove it, or {SKIP}"
+    job = Job(files, section.tokenizer, token_options=tokens, bad_lines=bad_lines, hint=hint, template=template)
     return replace(job, template_kwargs=json.dumps(section.chat_template_kwargs, sort_keys=True))
 
 
 def corpus_folder(job: Job, cache_folder: Path) -> Path:
-    """The folder of the complete tokens. A corpus that may lack bad lines has a folder of its own."""
-    return cache_folder / (job.fingerprint() + "-skip" * (job.bad_lines == "skip"))
+    """The folder of the complete tokens, which also depends on whether bad lines are skipped."""
+    return cache_folder / (job.fingerprint() + ("-skip" if job.bad_lines == "skip" else ""))
 
 
 def corpus_files(section: Data) -> list[Path]:
@@ -228,13 +229,13 @@ def corpus_files(section: Data) -> list[Path]:
         left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
         files = []
         for folder, subfolders, file_names in os.walk(root):
-            subfolders[:] = set(subfolders) - left_out  # os.walk descends only into what is left in this list
+            subfolders[:] = set(subfolders) - left_out  # os.walk descends only into this list
             files += [Path(folder, name) for name in file_names if name.endswith(".py")]
         files = [path for path in files if path.stat().st_size > 0]
         names = {path: path.relative_to(root).as_posix() for path in files}
     else:
-        problem = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
-        require(section.paths, "data.paths", None, problem)
+        reason = f'dataset "{section.dataset}" needs files; give paths or glob patterns'
+        require(section.paths, "data.paths", None, reason)
         no_text = f"conversations are records of {', '.join((*RECORD_ENDINGS[:3], '.csv'))} files; write it as one"
         no_text = no_text if data_format.is_chat else ""
         files = find_files(section.paths, "data.paths", no_text, section.read_split, RECORD_KEYS)

@@ -1,7 +1,7 @@
 """Turns text into an indexed dataset, on several processes and in constant memory. An interrupted job can be continued.
 
 This process reads the files and writes the tokens, in order; others tokenize. Until the job is complete,
-``PREFIX.unfinished`` holds its tokens, the length of each document, and how far the files have been read.
+``PREFIX.unfinished`` has its tokens, the length of each document, and the progress of reading.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ _FORMAT = 5  # version of the stored files; another one tokenizes everything aga
 
 @dataclass(frozen=True)
 class Job:
-    """Files to tokenize, with the settings that decide which tokens they become."""
+    """Files to tokenize, with the settings that determine their tokens."""
 
     files: list[Path]
     tokenizer: str  # a value of `data.tokenizer`
     text_key: str = "text"
     token_options: TokenOptions = DEFAULT_TOKENS
-    ends_documents: bool = True  # whether the end-of-document token follows each
+    ends_documents: bool = True  # whether an end-of-document token follows each document
     bad_lines: str = "stop"  # or "skip", as `data.bad_lines`
-    key: str = "data.paths"  # setting to blame for a file
+    key: str = "data.paths"  # setting that errors about a file name
     tokenizer_key: str = "data.tokenizer"
-    cure: str = f"correct it, set data.text_key, or {SKIP}"  # for a bad line
-    template: str | None = None  # if records are conversations, their chat template, or "" for none
+    hint: str = f"correct it, set data.text_key, or {SKIP}"  # for a bad line
+    template: str | None = None  # of records that are conversations: the chat template, or "" for none
     template_kwargs: str = "{}"  # variables for it, as JSON text
 
     @property
     def num_sequences(self) -> int:
-        """Sequences per document. A conversation has two: its tokens, and where its answers begin and end."""
+        """Sequences per document. A conversation has two: its tokens, and the bounds of its answers."""
         return 1 if self.template is None else 2
 
     def fingerprint(self) -> str:
-        """A digest of the input: the files' paths, sizes and times of change, the tokenizer, and how files are read."""
+        """A digest of the files' paths, sizes and times of change, of the tokenizer, and of the settings."""
         tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_key, self.token_options)
         parts: list[object] = [_FORMAT, self.tokenizer, self.text_key, self.ends_documents]
         parts += [*self.token_options, tokenizer.first_ids, tokenizer.eod_id, tokenizer.digest]
         if self.template is not None:
-            ends = sorted(tokenizer.stop_ids)  # which are learned where they follow an answer
+            ends = sorted(tokenizer.stop_ids)  # learned where they follow an answer
             parts += [self.template, self.template_kwargs, self.num_sequences, CHAT_FORMAT, ends]
         stats = ((path.resolve(), path.stat()) for path in self.files)
         parts += [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats]
@@ -82,11 +82,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job has come."""
+    """The progress of a job."""
 
     fingerprint: str
-    file: int = 0  # index of the file that is being read
-    end: int = 0  # where its last written piece ends; a text is written whole
+    file: int = 0  # index of the current file
+    end: int = 0  # end of its last written piece; a text is written whole
     record: int = 1  # number of its next record
     documents: int = 0  # for conversations, sequences
     tokens: int = 0
@@ -97,7 +97,7 @@ class Progress:
 def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
     """Write ``prefix``.bin and .idx, which appear when they are complete. ``num_workers`` 0: this process tokenizes.
 
-    Bad lines are counted, and the first ones named. After an error, a later call continues with what has been written.
+    Bad lines are counted, and the first ones printed. After an error, a later call continues the written dataset.
 
     Raises a `ConfigError` about a file, a bad line, another job in the same place or no document at all, a `RunError`
     if a process died, and an `OSError` if the dataset cannot be written.
@@ -108,12 +108,12 @@ def tokenize_files(job: Job, prefix: Path, num_workers: int = 0) -> Progress:
         with FileLock(folder / "lock", timeout=0):
             return _complete(job, prefix, folder, num_workers)
     except Timeout:
-        problem = "another job is writing it; wait until that has ended, or name another place"
-        raise ConfigError("--output", str(prefix), problem) from None
+        reason = "another job is writing it; wait until that has ended, or name another place"
+        raise ConfigError("--output", str(prefix), reason) from None
 
 
 def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progress:
-    """Write what is missing of a dataset; an interruption may have come at any moment."""
+    """Complete a dataset, which may have been interrupted at any moment."""
     tokens, index = folder / "tokens.bin", folder / "index"
     vocab_size = build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options).vocab_size
     dtype = token_dtype(vocab_size) if job.template is None else DTYPES[4]  # borders may be large
@@ -123,10 +123,10 @@ def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progres
             with output:
                 _write_tokens(job, output, num_workers)
             if output.progress.documents == 0:
-                problem = "there is no document in it, nor in another file; give some with text"
-                raise ConfigError(job.key, str(job.files[0]), problem)
+                reason = "there is no document in it, nor in another file; give some with text"
+                raise ConfigError(job.key, str(job.files[0]), reason)
         except ConfigError:
-            # With the folder, the corrected job would be refused.
+            # If the folder stayed, the corrected job would be refused.
             if output.progress.documents == 0:
                 shutil.rmtree(folder)
             raise
@@ -138,7 +138,7 @@ def _complete(job: Job, prefix: Path, folder: Path, num_workers: int) -> Progres
     return output.progress
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     """Print a line of progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
@@ -151,8 +151,8 @@ def _read_progress(folder: Path, job: Job) -> Progress:
     if not (folder / "tokens.bin").exists() and not (folder / "index").exists():  # both have their final names
         return Progress(job.fingerprint())
     if progress.fingerprint != job.fingerprint() or (progress.bad_lines and job.bad_lines == "stop"):
-        problem = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
-        raise ConfigError("--output", str(folder), problem)
+        reason = "an interrupted job with other input or settings is there; repeat that one, or delete the folder"
+        raise ConfigError("--output", str(folder), reason)
     return progress
 
 
@@ -168,11 +168,11 @@ class _Output:
         sizes = {"tokens": self.progress.tokens * self.dtype.itemsize, "lengths": self.progress.documents * 4}
         for name, size in sizes.items():
             self._files[name] = open(self.folder / f"{name}.bin", "ab")
-            self._files[name].truncate(size)  # what was written after the last progress will be tokenized again
+            self._files[name].truncate(size)  # tokens after the last progress are written again
         return self
 
     def add(self, tokens: np.ndarray, lengths: list[int], is_whole: bool, read: Progress) -> None:
-        """Append a part of a document or, if it ``is_whole``, documents, and note what has been ``read`` by then."""
+        """Append a part of a document or, if it ``is_whole``, documents, with the progress of reading by then."""
         self._files["tokens"].write(tokens.tobytes())
         if not is_whole:
             self._open += len(tokens)
@@ -180,7 +180,7 @@ class _Output:
         if lengths:
             lengths[0] += self._open
         self._files["lengths"].write(np.array(lengths, "<i4").tobytes())
-        # Last, and all at once: after an interruption, or with a full disk, the progress agrees with what is written.
+        # Last, and in one assignment: after an interruption, or with a full disk, the progress matches the files.
         self.progress = replace(read, documents=read.documents + len(lengths), tokens=read.tokens + sum(lengths))
         self._open = 0
 
@@ -190,7 +190,7 @@ class _Output:
         self.progress, self._open = read, 0
 
     def save(self) -> None:
-        """Make everything so far outlast a crash."""
+        """Flush everything so far to disk."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -211,19 +211,23 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
     tokens_before, done_before = output.progress.tokens, None
     for number, piece, share, result in _tokenized(job, output.progress, num_workers, output.dtype):
         tokens, lengths, bad, unread = result
-        path, is_text, progress = job.files[number], piece.kind == "text", output.progress
-        if number < progress.file:  # the rest of a text that is left out
+        path, is_text = job.files[number], piece.kind == "text"
+        progress = output.progress
+        if number < progress.file:  # the rest of a text that is skipped
             continue
-        for before, (record, problem) in enumerate(bad, progress.bad_lines):
+        for before, (record, reason) in enumerate(bad, progress.bad_lines):
             place = str(path) if is_text else f"{path}:{record}"
             if job.bad_lines == "stop":
-                raise ConfigError(job.key, place, problem if is_text else f"{problem}; {job.cure}")
+                raise ConfigError(job.key, place, reason if is_text else f"{reason}; {job.hint}")
             if before < _MOST_NAMED:
-                tell(f"skipped {place}: {problem}")
-        at = (number + 1, 0, 1) if is_text else (number, piece.end, piece.first_record + piece.num_records)
-        bad_lines, (file, end, record) = progress.bad_lines + len(bad), at
+                report(f"skipped {place}: {reason}")
+        if is_text:
+            progress = replace(progress, file=number + 1, end=0, record=1)
+        else:
+            record = piece.first_record + piece.num_records
+            progress = replace(progress, file=number, end=piece.end, record=record)
         unread = dict(Counter(progress.unread) + Counter(unread))
-        progress = replace(progress, bad_lines=bad_lines, file=file, end=end, record=record, unread=unread)
+        progress = replace(progress, bad_lines=progress.bad_lines + len(bad), unread=unread)
         if bad and is_text:
             output.drop_open_document(progress)
         else:
@@ -232,33 +236,35 @@ def _write_tokens(job: Job, output: _Output, num_workers: int) -> None:
         done_before = done if done_before is None else done_before
         now = time.monotonic()
         if now - reported >= _SECONDS_BETWEEN_REPORTS:
-            reported, seconds, gained = now, now - began, done - done_before
+            reported = now
+            seconds = now - began
+            gained = done - done_before
             rate = (output.progress.tokens - tokens_before) / seconds
             eta = f", {seconds * (1 - done) / gained:.0f} s left" if gained > 0 else ""
             output.save()
             counts = f"file {number + 1} of {len(sizes)}, {output.progress.tokens:,} tokens, {rate:,.0f} tokens/s{eta}"
-            tell(f"tokenizing: {done:.1%}, {counts}")
+            report(f"tokenizing: {done:.1%}, {counts}")
     if bad_lines := output.progress.bad_lines:
         records = bad_lines + output.progress.documents // job.num_sequences
-        tell(f"skipped {bad_lines:,} of {records:,} records")
+        report(f"skipped {bad_lines:,} of {records:,} records")
     if output.progress.unread:
         ignored = (f"{name} ({count:,} times)" for name, count in sorted(output.progress.unread.items()))
-        tell(f"the chat template does not write, and training ignores: {', '.join(ignored)}")
+        report(f"the chat template does not write, and training ignores: {', '.join(ignored)}")
 
 
-# Tokens; documents' lengths; bad lines, and why; what is not read of conversations, as `Chat.unread`.
+# Tokens; documents' lengths; bad lines with the reasons; fields of conversations that are ignored, as `Chat.unread`.
 Result = tuple[np.ndarray, list[int], list[tuple[int, str]], dict[str, int]]
 
 
 def _tokenized(
     job: Job, progress: Progress, num_workers: int, dtype: np.dtype
 ) -> Iterator[tuple[int, Piece, float, Result]]:
-    """Yield the number of a file, a piece of it, the share of it read so far, and the piece's tokens, in file order."""
+    """Yield the number of a file, a piece of it, the fraction read so far, and the piece's tokens, in file order."""
     if num_workers == 0:
         pieces = _pieces(job, progress)
         yield from ((number, piece, share, _tokenize(piece, job, dtype.str)) for number, piece, share in pieces)
         return
-    work = replace(job, files=[])  # there may be many, and workers need none
+    work = replace(job, files=[])  # workers need none, and there may be many
     with ProcessPoolExecutor(num_workers, get_context("spawn"), _start_worker) as pool:
         waiting: deque[tuple[int, Piece, float, Future[Result]]] = deque()
         pieces = _pieces(job, progress)
@@ -271,8 +277,8 @@ def _tokenized(
                 number, piece, share, future = waiting.popleft()
                 yield number, piece, share, future.result()
         except BrokenProcessPool:
-            problem = "a worker died, perhaps for lack of memory; run the same command with fewer workers"
-            raise RunError(problem) from None
+            reason = "a worker died, perhaps for lack of memory; run the same command with fewer workers"
+            raise RunError(reason) from None
         finally:
             for *_, future in waiting:
                 future.cancel()
@@ -294,9 +300,9 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
 def documents_of(
     piece: Piece, key: str, tokenizer: Tokenizer, is_wanted: Wanted = lambda record: True, ends: bool = True
 ) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
-    """The number of each wanted record of a piece, with its tokens, int64 [tokens], or why it has none.
+    """The number of each wanted record of a piece, with its tokens, int64 [tokens], or a `BadRecord`.
 
-    A document that is a part of a long text has context, which is not a part of it; see `encode_documents`.
+    A part of a long text has context around it; see `encode_documents`.
     """
     records = texts_of(piece, key, is_wanted)
     while batch := list(islice(records, _BATCH)):
@@ -328,7 +334,7 @@ def _tokenize(piece: Piece, job: Job, dtype: str) -> Result:
 
 
 def _conversations(piece: Piece, chat: Chat) -> Iterator[tuple[int, np.ndarray | BadRecord]]:
-    """Each record's tokens and then where its answers begin and end, or why it has none."""
+    """Each record's tokens and then the bounds of its answers, or a `BadRecord`."""
     for number, record in texts_of(piece, None):
         try:
             tokens, is_answer = chat.encode(record)
@@ -339,12 +345,12 @@ def _conversations(piece: Piece, chat: Chat) -> Iterator[tuple[int, np.ndarray |
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that writes handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that writes has died; the pool's own queue would wait forever."""
+    """End this worker when the process that writes has died, or the pool's queue would wait forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -1,8 +1,8 @@
-"""Special tokens of a Hugging Face tokenizer: which exist, and what each is for.
+"""Special tokens of a Hugging Face tokenizer and their roles.
 
-`tokenizer.json` lists special tokens without saying what they are for. The files next to it do, in the order in which
+`tokenizer.json` lists special tokens without their roles. The files next to it define these, in the order in which
 transformers reads them: `tokenizer_config.json`, `special_tokens_map.json`, and, for the ids that end a text,
-`generation_config.json` and `config.json`. If none of them names a token, well-known names count.
+`generation_config.json` and `config.json`. If none of them names a token, well-known names are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HFTokenizer
 
-from titan_like.config.paths import file_problem, parse_json, user_file
+from titan_like.config.paths import parse_json, unreadable_reason, user_file
 
 TOKENIZER_FILE = "tokenizer.json"
 ABOUT_FILE = "tokenizer_config.json"
@@ -71,13 +71,13 @@ class SpecialTokens:
         names = {role: _text(value) for role, value in roles.items()}
         self._tokenizer, self._names = tokenizer, names
         self.splits_special = bool(about.get("split_special_tokens"))  # whether transformers reads them as text
-        self.names_eos = bool(names.get("eos"))  # whether its files name an end token
+        self.names_eos = bool(names.get("eos"))
         self.bos_id, self.mask_id, self.pad_id = self._id("bos"), self._id("mask"), self._id("pad")
         self.unk_id, self.cls_id, self.sep_id = self._id("unk"), self._id("cls"), self._id("sep")
         self.sample_id = None if self.bos_id is not None else tokenizer.token_to_id(names.get("cls") or "[CLS]")
         sentinels = map(tokenizer.token_to_id, map("<extra_id_{}>".format, count()))
         self.sentinel_ids = [n for n in takewhile(lambda number: number is not None, sentinels) if n is not None]
-        self.pair_ids: tuple[int, int, int] | None = None  # which begin, separate and pad two sentences
+        self.pair_ids: tuple[int, int, int] | None = None  # [CLS], [SEP] and [PAD]
         if self.cls_id is not None and self.sep_id is not None:
             self.pair_ids = self.cls_id, self.sep_id, self.cls_id if self.pad_id is None else self.pad_id
         self.end_ids = [] if folder is None else end_ids(folder)
@@ -98,9 +98,9 @@ class SpecialTokens:
 
 
 def end_ids(folder: Path) -> list[int]:
-    """The ids that end a text, by the files in a Hugging Face folder or checkpoint; empty if none says so.
+    """The ids that end a text according to a Hugging Face folder or checkpoint; empty if no file lists any.
 
-    Raises `read_json`'s errors, also about ids that are no numbers.
+    Raises `read_json`'s errors, also about ids that are not numbers.
     """
     for name in _SAY_ENDS:
         content = read_json(folder / name)
@@ -120,7 +120,7 @@ def tokenizer_names(folder: Path) -> list[str]:
 
 
 def has_gpt2(folder: Path) -> bool:
-    """Whether a folder has GPT-2's two files, and no file next to them says that its tokenizer is any other."""
+    """Whether a folder has GPT-2's two files, and no file that describes another tokenizer."""
     if not all((folder / name).is_file() for name in GPT2_FILES):
         return False
     try:
@@ -142,13 +142,13 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file; empty if there is no such file.
+    """The JSON object in a file; empty if there is no such file.
 
-    Raises a `ValueError` if it is none; the message is the predicate of a sentence about the folder.
+    Raises a `ValueError` for any other content, with the predicate of a sentence about the folder as its message.
     """
-    if file_problem(path) == "does not exist":
+    if unreadable_reason(path) == "does not exist":
         return {}
-    with user_file(path, lambda problem: ValueError(f"has a {path.name} that {problem}")):
+    with user_file(path, lambda reason: ValueError(f"has a {path.name} that {reason}")):
         content = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"has a {path.name} that is not a JSON object")
@@ -173,7 +173,7 @@ def _added(tokenizer: HFTokenizer) -> dict[str, AddedToken]:
 def _add(tokenizer: HFTokenizer, numbered: dict[int, AddedToken], named: list[AddedToken]) -> None:
     """Add tokens as transformers does: numbered ones that tokenizer.json lacks or describes otherwise, then named ones.
 
-    One that is in the vocabulary of the model keeps its id; it becomes a special token.
+    A token of the model's vocabulary keeps its id and becomes a special token.
     """
     listed = _added(tokenizer)
     for number, token in sorted(numbered.items()):
@@ -189,5 +189,5 @@ def _add(tokenizer: HFTokenizer, numbered: dict[int, AddedToken], named: list[Ad
 
 
 def _ids(tokenizer: HFTokenizer, names: Iterable[str]) -> Iterator[int]:
-    """The ids of the named tokens, without the ones that a tokenizer lacks."""
+    """The ids of the named tokens that the tokenizer has."""
     return (number for number in map(tokenizer.token_to_id, names) if number is not None)

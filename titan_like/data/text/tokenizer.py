@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.config.paths import check_folder, file_problem
+from titan_like.config.paths import check_folder, unreadable_reason
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, TokenOptions
 from titan_like.data.readers.fetch import with_small_files
 from titan_like.data.text.special_tokens import (
@@ -51,16 +51,16 @@ class ByteTokenizer:
     vocab_size = 257
     eod_id = 256  # the end-of-document token, which follows every document
     stop_ids = frozenset({256})  # tokens that end a generated text
-    first_ids: ClassVar[list[int]] = []  # what begins every document, such as Llama's <s>; see `data.bos`
+    first_ids: ClassVar[list[int]] = []  # tokens that begin every document, such as Llama's <s>; see `data.bos`
     mask_id: int | None = 257  # hides another token in masked language modelling
     pad_id: int | None = 258  # fills an encoder-decoder's targets, and begins the decoder's input
-    sentinel_ids: ClassVar = list(range(259, 359))  # stand for spans in span corruption
+    sentinel_ids: ClassVar = list(range(259, 359))  # replace spans in span corruption
     pair_ids: tuple[int, int, int] | None = (258, 259, 260)  # around two sentences: [CLS], [SEP] and [PAD]
-    special_ids = frozenset({256})  # tokens that no text becomes, such as the end of a document
-    digest = "byte"  # identifies everything that decides how text is tokenized
+    special_ids = frozenset({256})  # tokens that do not occur in text, such as the end of a document
+    digest = "byte"  # identifies the tokenization of any text
 
     def encode(self, text: str, parses_special: bool = False) -> np.ndarray:
-        """One token per byte: int64 [bytes]. No text becomes a special token."""
+        """One token per byte: int64 [bytes], without special tokens."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ class ByteTokenizer:
         return list(map(self.encode, texts))
 
     def encode_with_places(self, text: str, parses_special: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        """The tokens of `encode`, and the characters where each begins and ends: int64 [tokens] each."""
         begins = np.repeat(np.arange(len(text)), [len(character.encode("utf-8")) for character in text])
         return self.encode(text), begins, begins + 1
 
@@ -84,14 +84,14 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library. It has the attributes of `ByteTokenizer`."""
+    """Wraps a tokenizer of the `tokenizers` library, with the attributes of `ByteTokenizer`."""
 
     def __init__(
         self, tokenizer: HFTokenizer, spec: str, options: TokenOptions, file: Path | None = None, key: str = _KEY
     ) -> None:
-        """``file`` is its tokenizer.json. ``spec`` is the value of the setting ``key``, which errors blame.
+        """``file`` is its tokenizer.json. ``spec`` is the value of the setting ``key``, which errors name.
 
-        Raises a `ConfigError` if it cannot encode, or lacks an end-of-document token or one that the settings name.
+        Raises a `ConfigError` if it cannot encode, or lacks an end-of-document token or a token that a setting names.
         """
         self.tokenizer, self._spec, self._key = tokenizer, spec, key
         tokenizer.no_truncation()  # transformers may have stored it with the tokenizer
@@ -117,11 +117,11 @@ class HuggingFaceTokenizer:
         require(has_bos, _BOS_KEY, options.bos, f"{spec} has no bos_token; use auto or never")
         bos_start = [self.bos_id] if options.bos == "always" and self.bos_id is not None else []
         first_ids = [] if options.bos == "never" else template_start or bos_start
-        # An end of document stands before the next document already.
+        # The previous document already ends with the end-of-document token.
         self.first_ids = first_ids[1:] if first_ids[:1] == [self.eod_id] else first_ids
         # The tokens that the tokenizer itself puts after such a text.
         self.last_ids = template.ids[text_index + 1 :] if self.first_ids == self.template_ids else []
-        self.end_ids = special.end_ids  # which end a text by the files of its folder
+        self.end_ids = special.end_ids  # ends of a text according to the files of its folder
         self.stop_ids = frozenset({self.eod_id, *self.end_ids})
         self.sentinel_ids, self.pair_ids, self.special_ids = special.sentinel_ids, special.pair_ids, special.all_ids
         self._parses_special = not options.split_special_tokens
@@ -131,16 +131,16 @@ class HuggingFaceTokenizer:
     def _end_of_document(self, eod_token: str, eos_id: int | None) -> int:
         token_id = self.tokenizer.token_to_id(eod_token) if eod_token else eos_id
         if token_id is None:
-            cure = f"name the token that ends a document in {_EOD_KEY}"
+            hint = f"set {_EOD_KEY} to it"
             require(not eod_token, _EOD_KEY, eod_token, f"is no token of {self._spec}; name one of its tokens")
-            raise ConfigError(self._key, self._spec, f"does not say which of its tokens ends a document; {cure}")
+            raise ConfigError(self._key, self._spec, f"does not name the token that ends a document; {hint}")
         return token_id
 
     def encode(self, text: str, parses_special: bool | None = None) -> np.ndarray:
         """Token ids, int64 [tokens], without the special tokens that the tokenizer's template would add.
 
-        ``parses_special``: whether special tokens that are written in the text become those tokens, or stay text;
-        None does what `data.split_special_tokens` says.
+        ``parses_special``: whether special tokens that are written in the text become tokens or stay text; None
+        follows `data.split_special_tokens`.
         """
         return self.encode_with_places(text, parses_special)[0]
 
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
     def encode_with_places(
         self, text: str, parses_special: bool | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids as `encode` returns them, and the characters where each begins and ends: int64 [tokens] each."""
+        """The tokens of `encode`, and the characters where each begins and ends: int64 [tokens] each."""
         parses_special = self._parses_special if parses_special is None else parses_special
         self.tokenizer.encode_special_tokens = not parses_special
         with _blamed(self._key, self._spec):
@@ -166,7 +166,7 @@ class HuggingFaceTokenizer:
     def _checked(self, ids: list[int], parses_special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, and the index in ``ids`` that each comes from: int64 [tokens] each.
 
-        A Unigram vocabulary finds a special token in the text even where it should not. Its characters replace it.
+        Unless ``parses_special``, the characters of special tokens that a Unigram model finds in the text replace them.
         """
         tokens, origins = np.asarray(ids, dtype=np.int64), np.arange(len(ids))
         if parses_special or not self._is_control[tokens].any():
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of everything that decides how text is tokenized, with the tokens that only the folder names."""
+        """A digest of the tokenizer, including the tokens that only the other files of its folder name."""
         return hashlib.blake2b(self.tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -200,35 +200,35 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 @contextmanager
-def _blamed(key: str, spec: str, problem: str = "cannot be used") -> Iterator[None]:
-    """Turn whatever the tokenizers library raises, such as for an unknown word without [UNK], into a ConfigError."""
+def _blamed(key: str, spec: str, reason: str = "cannot be used") -> Iterator[None]:
+    """Turn any error of the tokenizers library, such as an unknown word without [UNK], into a `ConfigError`."""
     try:
         yield
     except Exception as error:  # the library raises bare ones
-        raise ConfigError(key, spec, f"{problem} ({first_line(error)}); give another") from None
+        raise ConfigError(key, spec, f"{reason} ({first_line(error)}); give another") from None
 
 
 def decode_after(tokenizer: Tokenizer, before: list[int], ids: list[int]) -> str:
-    """The text of ``ids`` where they follow the tokens ``before``, whose last character may be incomplete."""
+    """The text of ``ids`` after the tokens ``before``, whose last character may be incomplete."""
     text = tokenizer.decode([*before, *ids])
     return text[len(os.path.commonprefix((text, tokenizer.decode(before)))) :]  # noqa: RUF071 (no paths)
 
 
 def tokenizer_of(section: Data, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer of a run, as [data] sets it; a `ConfigError` if a model of ``vocab_size`` lacks a token of it."""
+    """The tokenizer of a run. Raises a `ConfigError` if a model of ``vocab_size`` lacks a token of it."""
     tokenizer = build_tokenizer(section.tokenizer, options=section.token_options)
     if vocab_size is not None:
-        problem = f"it has {tokenizer.vocab_size} tokens"
-        check_ids(section.tokenizer, problem, tokenizer.vocab_size - 1, vocab_size)
+        reason = f"it has {tokenizer.vocab_size} tokens"
+        check_ids(section.tokenizer, reason, tokenizer.vocab_size - 1, vocab_size)
     return tokenizer
 
 
 def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
-    """A line for the log if a model of ``vocab_size`` has far more tokens than the tokenizer, beyond any padding."""
+    """A warning for the log if a model's ``vocab_size`` is far above the tokenizer's, beyond any padding."""
     section, spec = config.data, config.data.tokenizer
     is_tokenized_here = section.dataset in DATASETS and not format_of(section.dataset).is_tokenized
     is_unknown = not is_tokenized_here and (spec == "byte" or is_on_hub(spec))  # another may have made the data
-    if is_unknown or config.model.from_ is not None or any(map(file_problem, tokenizer_files(spec))):
+    if is_unknown or config.model.from_ is not None or any(map(unreadable_reason, tokenizer_files(spec))):
         return None
     size = tokenizer_of(section).vocab_size
     message = f"the model's vocabulary has {vocab_size:,} tokens and the tokenizer {size:,}: the others cost memory and"
@@ -237,10 +237,10 @@ def describe_vocabulary(config: JobConfig, vocab_size: int) -> str | None:
 
 
 def build_tokenizer(spec: str, key: str = _KEY, options: TokenOptions = DEFAULT_TOKENS) -> Tokenizer:
-    """Build the tokenizer that ``spec``, a value of `data.tokenizer`, names. ``key`` is the setting that errors blame.
+    """Build the tokenizer that ``spec``, a value of `data.tokenizer`, names. ``key`` is the setting that errors name.
 
-    A process keeps the last one, unless its files change: a large one takes half a second to read, and every source of
-    a blend needs it. A `ConfigError` if a file is missing or is not a tokenizer, or it lacks a token that is needed.
+    A process caches the last one until its files change: a large one takes half a second to read, and every source of a
+    blend needs it. Raises a `ConfigError` if a file is missing or is not a tokenizer, or if a needed token is missing.
     """
     files = tuple(tokenizer_files(spec, key))
     watched = (*files, *(files[0].with_name(name) for name in COMPANIONS)) if len(files) == 1 else files
@@ -265,14 +265,14 @@ def _build(spec: str, key: str, options: TokenOptions, files: tuple[Path, ...], 
     return HuggingFaceTokenizer(tokenizer, spec, options, files[0], key)
 
 
-def check_ids(spec: str, problem: str, largest: int, vocab_size: int) -> None:
-    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``problem`` names."""
-    cure = f"set model.overrides.vocab_size to {largest + 1}"
-    require(largest < vocab_size, _KEY, spec, f"{problem}, but the model's vocab_size is {vocab_size}; {cure}")
+def check_ids(spec: str, reason: str, largest: int, vocab_size: int) -> None:
+    """Raise a `ConfigError` unless a model of ``vocab_size`` has the token ``largest``, which ``reason`` names."""
+    hint = f"set model.overrides.vocab_size to {largest + 1}"
+    require(largest < vocab_size, _KEY, spec, f"{reason}, but the model's vocab_size is {vocab_size}; {hint}")
 
 
 def check_token(spec: str, role: str, number: int | None, names: str, vocab_size: int | None = None) -> int:
-    """The id of a special token that the objective needs; a `ConfigError` if the tokenizer or the model lacks it."""
+    """The id of a special token of the objective. Raises a `ConfigError` if the tokenizer or the model lacks it."""
     if number is None:
         raise ConfigError(_KEY, spec, f"has no {role} token, which the objective needs; use a tokenizer with {names}")
     check_ids(spec, f"its {role} token is {number}", number, vocab_size or number + 1)
@@ -280,14 +280,15 @@ def check_token(spec: str, role: str, number: int | None, names: str, vocab_size
 
 
 def is_on_hub(spec: str) -> bool:
-    """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, where no file is."""
+    """Whether a value of `data.tokenizer` names a tokenizer on the Hugging Face hub: org/name, and no file."""
     is_name = _HUB_NAME.fullmatch(spec) is not None and not spec.endswith(".json")
-    return is_name and file_problem(Path(spec)) == "does not exist"
+    return is_name and unreadable_reason(Path(spec)) == "does not exist"
 
 
 def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
-    """The files of the tokenizer that a value of `data.tokenizer` names. One on the hub is downloaded, once; a
-    `ConfigError` if the hub does not have it, or cannot be reached.
+    """The files of the tokenizer that a value of `data.tokenizer` names, downloaded once if it is on the hub.
+
+    Raises a `ConfigError` if the hub does not have it, or cannot be reached.
     """
     if spec == "byte":
         return []
@@ -296,8 +297,8 @@ def tokenizer_files(spec: str, key: str = _KEY) -> list[Path]:
     if not is_on_hub(spec):
         return _files_in(Path(spec)) if os.path.isdir(spec) else [Path(spec)]
     patterns = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]
-    problem = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
-    return _files_in(from_hub(spec, patterns, (ABOUT_FILE,), key, problem, _CHOICES))
+    reason = f"no such file, nor can the Hugging Face hub give its {TOKENIZER_FILE}"
+    return _files_in(from_hub(spec, patterns, (ABOUT_FILE,), key, reason, _CHOICES))
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -306,7 +307,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
-    """The value of `data.tokenizer` that names the files in a folder, or copies of them in ``named``; None without."""
+    """The value of `data.tokenizer` for the files in a folder, or their copies in ``named``; None without files."""
     folder = with_small_files(folder)
     path = named or folder
     if (folder / TOKENIZER_FILE).is_file():
@@ -315,11 +316,11 @@ def tokenizer_in(folder: Path, named: Path | None = None) -> str | None:
     return f"gpt2:{files[0]},{files[1]}" if len(files) == 2 else None
 
 
-def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, problem: str, cure: str) -> Path:
-    """The folder in the hub's cache of this machine to which the files of a repository that match are downloaded.
+def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, reason: str, hint: str) -> Path:
+    """Download the matching files of a repository. Returns their folder in this machine's cache of the hub.
 
-    If one of ``needed`` is there already, the network is not used. Without a network, the cached files are used; a
-    `ConfigError` with ``problem``, for setting ``key``, if there are none.
+    The network is not used if a file of ``needed`` is cached. Without a network, the cached files are used. Raises a
+    `ConfigError` with ``reason`` about setting ``key`` if there are none.
     """
     from huggingface_hub import HfApi, snapshot_download  # installed with the package tokenizers
 
@@ -334,7 +335,7 @@ def from_hub(name: str, patterns: list[str], needed: Sequence[str], key: str, pr
     except Exception as error:  # from the network or the hub
         if cached is not None:
             return cached
-        raise ConfigError(key, name, f"{problem} ({first_line(error)}); {cure}") from None
+        raise ConfigError(key, name, f"{reason} ({first_line(error)}); {hint}") from None
 
 
 def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
@@ -349,7 +350,7 @@ def _read_gpt2(spec: str, paths: Sequence[Path], key: str) -> HFTokenizer:
     return tokenizer
 
 
-def _require_file(path: Path, spec: str, key: str, cure: str) -> None:
-    problem = file_problem(path)
-    sentence = f"no such file as {path}" if problem == "does not exist" else f"{path} {problem}"
-    require(problem is None, key, spec, f"{sentence}; {cure}")
+def _require_file(path: Path, spec: str, key: str, hint: str) -> None:
+    reason = unreadable_reason(path)
+    sentence = f"no such file as {path}" if reason == "does not exist" else f"{path} {reason}"
+    require(reason is None, key, spec, f"{sentence}; {hint}")

@@ -1,7 +1,7 @@
-"""Finds where words begin among token ids, for masking whole words. A tokenizer's pre-tokenization defines its words.
+"""Finds the beginnings of words among token ids, for whole-word masking. The tokenizer's pre-tokenizer defines words.
 
-Datasets store ids without their text, so the pre-tokenizer divides the text of the tokens again. Where it does not
-divide text, as with Llama 2, or vocabularies mark words themselves, such as WordPiece by ##, white space divides it.
+Datasets store ids without their text, so the pre-tokenizer divides the text of the tokens again. If it does not divide
+text, as with Llama 2, or if the vocabulary marks words itself, as WordPiece by ##, white space divides the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titan_like.config.errors import ConfigError
 
 
 class Words:
-    """Tells words by the text of their tokens. A token that joins two words makes them one."""
+    """Finds words by the text of their tokens. A token that joins two words makes them one."""
 
     def __init__(self, pieces: list[bytes], pre_tokenizer: pre_tokenizers.PreTokenizer, opens: np.ndarray) -> None:
         """``pieces``: UTF-8 of each token, empty for tokens that are words of their own; the last is for any other id.
@@ -31,7 +31,7 @@ class Words:
         self._opens = opens | self._is_apart
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where words and where characters begin: ids [n] → bool [n] each."""
+        """Whether a word, and whether a character, begins at each token: ids [n] → bool [n] each."""
         clipped = np.minimum(ids, len(self._pieces) - 1)
         cuts = np.flatnonzero(self._opens[clipped] | np.append(True, self._is_apart[clipped[:-1]])).tolist()
         data = clipped.astype(np.int32).tobytes()
@@ -43,21 +43,22 @@ class Words:
     def _levels(self, ids: bytes) -> bytes:
         """For each token, an int32, a byte: 2 where a word begins, 1 where another character does, and else 0."""
         pieces = [self._pieces[token] for token in np.frombuffer(ids, dtype=np.int32)]
-        # A letter stands for each byte of a character that is not whole, as at the ends of a sample.
+        # A letter replaces each byte of an incomplete character, as at the ends of a sample.
         text = re.sub("[\udc80-\udcff]", "x", b"".join(pieces).decode("utf-8", "surrogateescape"))
         places = {byte: place for place, byte in enumerate(accumulate((len(c.encode()) for c in text), initial=0))}
         ends = (end for _, (_, end) in self._pre_tokenizer.pre_tokenize_str(text))
-        begins = {0, *ends}  # white space that no word has goes with the next one
+        begins = {0, *ends}  # white space outside words belongs to the next word
         token_places = (places.get(byte) for byte in accumulate(map(len, pieces[:-1]), initial=0))
         return bytes(2 if place in begins else place is not None for place in token_places)
 
 
 def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) -> Words:
-    """The words of the tokenizer ``spec``; a `ConfigError` if its tokens do not tell where words begin.
+    """The words of the tokenizer ``spec``. Raises a `ConfigError` if its tokens do not mark the beginnings of words.
 
     Special and added tokens are words of their own.
     """
-    vocab, model, example = tokenizer.get_vocab(with_added_tokens=True), tokenizer.model, "a 的"
+    vocab, model = tokenizer.get_vocab(with_added_tokens=True), tokenizer.model
+    example = "a 的"
     prefix, suffix = (getattr(model, name, "") or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     normal = tokenizer.normalizer.normalize_str(example) if tokenizer.normalizer else example
     divided = tokenizer.pre_tokenizer.pre_tokenize_str(normal) if tokenizer.pre_tokenizer else [(normal, (0, 0))]
@@ -66,8 +67,8 @@ def words_of(tokenizer: HFTokenizer, special_ids: Collection[int], spec: str) ->
     if is_marked := bool(prefix or suffix) or isinstance(model, models.WordLevel):
         pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous" if suffix else "merged_with_next")
     elif marked == "a的":
-        problem = f"but the tokens of {spec} have no white space and do not tell where words begin; set it to false"
-        raise ConfigError("data.mlm_whole_words", True, problem)
+        reason = f"but the tokens of {spec} have no white space and do not mark where words begin; set it to false"
+        raise ConfigError("data.mlm_whole_words", True, reason)
     bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
 
     def text_of(piece: str) -> bytes:

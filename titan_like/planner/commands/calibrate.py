@@ -70,8 +70,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 def check_scipy() -> None:
     """Refuse to fit without scipy."""
-    cure = 'needs scipy; pip install "titan_like[calibrate]"'
-    require(find_spec("scipy") is not None, "command line", "calibrate", cure)
+    hint = 'needs scipy; pip install "titan_like[calibrate]"'
+    require(find_spec("scipy") is not None, "command line", "calibrate", hint)
 
 
 def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:

@@ -39,8 +39,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     forecast = predict(config, profile)
     work, device = forecast.work, forecast.profile.device
     peak = device.peak_flops(work.dtype) / 1e12
-    problem = f"the peak of {device.name} in {work.dtype} is {peak:g}; give the rate that a GPU achieves"
-    require(options.tflops is None or options.tflops <= peak, "--tflops", options.tflops, problem)
+    reason = f"the peak of {device.name} in {work.dtype} is {peak:g}; give the rate that a GPU achieves"
+    require(options.tflops is None or options.tflops <= peak, "--tflops", options.tflops, reason)
     # Rates include recomputation: they are hardware FLOPs of `metrics.flops`.
     encoder, decoder = sample_length(config, work.model)[1:]
     per_token = hardware_flops_per_token(work.model, encoder, work.activation_checkpoint, decoder)

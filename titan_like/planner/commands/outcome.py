@@ -18,7 +18,7 @@ from titan_like.models.registry import model_config
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
-from titan_like.train.memory import cures_of_memory
+from titan_like.train.memory import memory_hints
 
 SECONDS_PER_DAY = 86400
 _SECONDS_OF_SILENCE = 2.0
@@ -70,8 +70,8 @@ def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfi
     config = load_config(settings)
     if config.float8.enable:
         print(FLOAT8_NOTE, file=sys.stderr)
-    problem = "changes a profile; name that with --profile too"
-    require(options.profile or not options.links, "--links", options.links, problem)
+    reason = "changes a profile; name that with --profile too"
+    require(options.profile or not options.links, "--links", options.links, reason)
     profile = load_profile(options.profile) if options.profile else None
     if profile is not None and options.links:
         linked = with_links(profile, read_measurements(options.links, profile.device.is_cpu))
@@ -139,13 +139,13 @@ def toml_option(text: str) -> str:
 
 def does_not_fit(forecast: Forecast) -> list[str]:
     """A warning for commands that report something else: the run is predicted not to fit into memory."""
-    return [] if forecast.memory.fits else [f"the run DOES NOT FIT: {forecast.taken} on a GPU; {cures(forecast)}"]
+    return [] if forecast.memory.fits else [f"the run DOES NOT FIT: {forecast.taken} on a GPU; {hints(forecast)}"]
 
 
-def cures(forecast: Forecast) -> str:
+def hints(forecast: Forecast) -> str:
     """What to change in a run that does not fit, as the trainer says when memory runs out."""
     work, size = forecast.work, forecast.work.micro_batch_size
-    text = cures_of_memory(size, work.recompute, work.zero_stage, work.dtype, work.shard * work.context)
+    text = memory_hints(size, work.recompute, work.zero_stage, work.dtype, work.shard * work.context)
     return f"training.micro_batch_size = {size}: {text}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from titan_like.config.options import OptionParser
-from titan_like.planner.commands.outcome import Outcome, add_profile, cures, gpus, read_run
+from titan_like.planner.commands.outcome import Outcome, add_profile, gpus, hints, read_run
 from titan_like.planner.memory import MEMORY_MARGIN, usable_bytes
 from titan_like.planner.predict import Forecast, per_gpu, predict
 
@@ -51,7 +51,7 @@ def describe(forecast: Forecast) -> str:
             "it works"
         )
     memory = forecast.memory
-    verdict = "fits" if memory.fits else f"DOES NOT FIT; {cures(forecast)}"
+    verdict = "fits" if memory.fits else f"DOES NOT FIT; {hints(forecast)}"
     if memory.fits and memory.largest > usable_bytes(forecast.profile.device):
         verdict += f", but leaves less than the {100 * MEMORY_MARGIN:.0f} % free that a search keeps"
     lines.append(f"memory     {forecast.taken} on a GPU: {verdict}")
