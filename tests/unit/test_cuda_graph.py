@@ -110,7 +110,7 @@ def train(folder: Path, settings: list[str], steps: int, graphs: bool, between: 
     run = prepare_run(resolve_settings(config, 1))
     tuning = replace(run.tuning, gradient_bytes=1 << 14)  # several units of copies, which backward passes could free
     trainer = Trainer(replace(run, config=edit(run.config, {"compile.cudagraphs": graphs}), tuning=tuning))
-    data, figures = trainer._load_data(), list[Any]()
+    data, figures = trainer.load_data(), list[Any]()
     for step in range(1, steps + 1):
         between(trainer, step)
         record = trainer.read_step(trainer.train_step(data))
@@ -155,7 +155,7 @@ def test_what_happens_between_steps(tmp_path: Path, log: list[str]) -> None:
         weights = list(trainer.model.parameters())
         with torch.no_grad():
             if step == 5:
-                trainer.validate()
+                trainer.validator.validate()
                 weights[1].mul_(1.5)
                 trainer.model.mark_changed()
             if step == 7:

@@ -82,7 +82,7 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     with recorded_draws(trainer) as draws:
         steps_alone(trainer, 1)
         gradients = watch.gradients
-        trainer.validate()
+        trainer.validator.validate()
         steps_alone(trainer, 1)
     # Compiled layers draw the same random numbers as eager ones if they run one operation at a time.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
@@ -119,8 +119,8 @@ def observe_resumed(
     if start and load_step is None and small.dropout is not None:  # the last run
         check_resumed_dropout(member, report, small, changed, folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
-    problem = f"resumed from step {trainer.step}, not {start}"
-    report.require(trainer.step == start, Key(0, Row.CHECKPOINTS), problem)
+    problem = f"resumed from step {trainer.state.step}, not {start}"
+    report.require(trainer.state.step == start, Key(0, Row.CHECKPOINTS), problem)
     trainer.train()
     if member.rank == 0:  # after a skipped step nothing is saved, except at the end, and nothing removed
         saved = [step for step in range(start + 1, last_step + 1) if step == last_step or step not in small.bad_steps]
@@ -135,12 +135,12 @@ def check_resumed_dropout(member: Member, report: Report, small: Small, config: 
     config = edit(config, _EAGER | {"model.overrides": {"dropout": RATE}})
     resumed = Trainer(run_of(member, small, config, folder))
     straight = Trainer(run_of(member, small, edit(config, {"checkpoint.enable": False}), folder))
-    steps_alone(straight, resumed.step)
+    steps_alone(straight, resumed.state.step)
     with recorded_draws(resumed) as draws:
         steps_alone(resumed, 1)
     with recorded_draws(straight) as expected_draws:
         steps_alone(straight, 1)
     for draw, expected in zip_longest(draws, expected_draws):
         is_same = bool(draw and expected and draw.place == expected.place and torch.equal(draw.kept, expected.kept))
-        key = Key(resumed.step, Row.DROPOUT_RESUMED, (draw or expected).site)
+        key = Key(resumed.state.step, Row.DROPOUT_RESUMED, (draw or expected).site)
         report.require(is_same, key, "a run that never stopped drops other elements")

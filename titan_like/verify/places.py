@@ -106,7 +106,7 @@ def compare_outputs(watch: StepWatch, outputs: Outputs, reference: Reference, re
             if microbatch < len(watch.drawn):
                 rows = [index - first for index in watch.drawn[microbatch]]
                 part = part_like(value, whole[rows] if has_samples else whole, trainer).to(value.device)
-                value = value if place[0] == FORWARD else value / trainer.loss_scale
+                value = value if place[0] == FORWARD else value / trainer.state.loss_scale
                 if value.shape == part.shape:
                     report.add(key, distance(value, part) / reference.sizes[key], allowed[key])
 

@@ -108,7 +108,7 @@ def train_alone(member: Member, small: Small, dtype: str, seed: int | None = Non
         perturb(stage.module.parameters(), dtype, seed)
     run_through(trainer, watch)
     if trace.outputs is not None:
-        for place, value in trace.outputs.whole(trainer.loss_scale).items():
+        for place, value in trace.outputs.whole(trainer.state.loss_scale).items():
             trace.keep(Key(watch.at_step, Row.PLACE, "/".join(place)), value)
         trace.outputs.tensors.clear()
     elif dtype == EXACT and small.num_steps:
@@ -152,8 +152,9 @@ def run_through(trainer: Trainer, watch: StepWatch) -> None:
     trainer.train()
     if watch.outputs is None:
         watch.validation = Row.WHOLE_VALIDATION
-        trainer.config = edit(trainer.config, {"evaluation.steps": 2})
-        trainer.validate()
+        validator = trainer.validator
+        validator.config = edit(validator.config, {"evaluation.steps": 2})
+        validator.validate()
 
 
 def dropout_sites(member: Member, small: Small) -> set[str]:
