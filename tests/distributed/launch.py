@@ -153,7 +153,7 @@ def train_case(case: Case, folder: Path) -> Result:
     data = training.load_data()
     records = [training.read_step(training.train_step(data))]
     gradients = all_stages(training, by_name(watch.gradients))
-    records += [training.read_step(training.train_step(data)) for _ in range(training.total_steps - 1)]
+    records += [training.read_step(training.train_step(data)) for _ in range(training.state.total_steps - 1)]
     data.close()
     weights = all_stages(training, by_name(training.model.named_parameters()))
     return Result([r.loss for r in records], [r.grad_norm for r in records], gradients, weights)

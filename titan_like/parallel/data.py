@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from titan_like.config.schema import JobConfig
 from titan_like.models.layers.experts import Experts
 from titan_like.models.transformer import Transformer
 from titan_like.optim.shards import local
@@ -51,7 +52,7 @@ def summed_in_full(model: Transformer) -> list[nn.Parameter]:
 class DataParallel:
     """Sums the gradients of a model, or of one stage, over data-parallel ranks. Changes the model in place.
 
-    In a lower precision than float32, master weights stay float32 and gradients are summed in ``reduce_dtype``.
+    In a lower precision than float32, master weights stay float32 and gradients are summed in `training.reduce_dtype`.
     """
 
     def __init__(
@@ -59,14 +60,12 @@ class DataParallel:
         model: Transformer,
         mesh: DeviceMesh,
         expert_mesh: DeviceMesh | None,
-        zero_stage: int,
-        dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        config: JobConfig,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         """``expert_mesh`` says which ranks hold the same experts, if not those that hold the same dense parameters."""
-        self.model = model
-        self.zero_stage = zero_stage
+        dtype, zero_stage = getattr(torch, config.training.dtype), config.parallelism.zero_stage
+        self.model, self.zero_stage = model, zero_stage
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduces: list[GradientAllReduce] = []
@@ -81,7 +80,7 @@ class DataParallel:
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
-                reduce_dtype=None if full_precision else reduce_dtype,
+                reduce_dtype=None if full_precision else getattr(torch, config.training.reduce_dtype),
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
             _wrap(model, units_of(model, of_dense, of_experts, dtype, tuning.layer_bytes), zero_stage, policy)

@@ -34,6 +34,25 @@ _MOST_STAGES = 3  # on each rank
 
 
 @dataclass(frozen=True)
+class Options:
+    """The options of `titan-verify`. Raises a `ConfigError` if a number is out of range."""
+
+    steps: int = 4  # good ones, which are compared
+    processes: int | None = None  # of the job, if a shard degree of -1 leaves their number open
+    timeout: float = 120.0  # seconds that one run may take
+    full_size: bool = False
+    keep_layout: bool = False
+    on_gpus: bool = False
+
+    def __post_init__(self) -> None:
+        steps, processes, timeout = self.steps, self.processes, self.timeout
+        require(steps >= 2, "--steps", steps, "must be at least 2: there is a bad step between two good ones")
+        require(steps <= 100, "--steps", steps, "use at most 100; a few show every difference")
+        require(processes is None or processes >= 1, "--processes", processes, "must be at least 1")
+        require(timeout > 0, "--timeout", timeout, "must be above 0")
+
+
+@dataclass(frozen=True)
 class Small:
     """A run to verify.
 
@@ -78,14 +97,6 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
         except ConfigError as error:
             problems.append(error)
     raise problems[:2][-1]
-
-
-def check_numbers(steps: int, processes: int | None, timeout: float) -> None:
-    """Check the numbers that a verification is asked for with; raises a `ConfigError`."""
-    require(steps >= 2, "--steps", steps, "must be at least 2: there is a bad step between two good ones")
-    require(steps <= 100, "--steps", steps, "use at most 100; a few show every difference")
-    require(processes is None or processes >= 1, "--processes", processes, "must be at least 1")
-    require(timeout > 0, "--timeout", timeout, "must be above 0")
 
 
 def shrink(

@@ -33,11 +33,11 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
-from titan_like.verify.observe import observe, observe_dropout, observe_places, observe_resumed
+from titan_like.verify.observe import ResumedRun, observe, observe_dropout, observe_places, observe_resumed
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome
 from titan_like.verify.reference import compute_reference, train_alone
-from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
+from titan_like.verify.shrink import MOST_PROCESSES, Options, Small, resolve, shrink
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
@@ -161,15 +161,15 @@ class Verifier:
         A good step follows on the first of them, if there are as many: what is saved in the background must not see it.
         The other layout repeats a step whose update is skipped. The first and the last choose a checkpoint themselves.
         """
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        folder, other = Path(tempfile.mkdtemp(dir=self.folder)), other_layout(config, self.most)
         skipped, last = max(self.small.bad_steps), self.small.num_steps
         is_followed = skipped > 2 and skipped - 2 not in self.small.bad_steps
         start, keep = (skipped - 2, 3) if is_followed else (skipped - 1, 2)
         return [
-            (observe_resumed, config, None, 0, skipped + 1, keep, folder),
-            (observe_resumed, config, start, start, last, 0, folder),
-            (observe_resumed, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, keep, folder),
-            (observe_resumed, config, None, skipped, last, keep, folder),
+            (observe_resumed, config, ResumedRun(folder, 0, skipped + 1, keep)),
+            (observe_resumed, config, ResumedRun(folder, start, last, keep=0, loads_start=True)),
+            (observe_resumed, other, ResumedRun(folder, skipped - 1, skipped, keep, loads_start=True)),
+            (observe_resumed, config, ResumedRun(folder, skipped, last, keep)),
         ]
 
     def _run_layout(
@@ -278,25 +278,21 @@ class Verifier:
         return Blame(" + ".join(axis.name for axis in guilty), f"{axes} {consequence}{several}", trials)
 
 
-def verifier_of(
-    config: JobConfig, *, steps: int = 4, processes: int | None = None, timeout: float = 120.0,
-    full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,
-) -> Verifier:  # fmt: skip
-    """The verifier of a configuration's layout, with the options of the command line.
+def verifier_of(config: JobConfig, options: Options) -> Verifier:
+    """The verifier of a configuration's layout.
 
     Raises:
-        ConfigError: a number is out of range, there is no valid layout, or there are fewer GPUs than processes.
+        ConfigError: there is no valid layout, or there are fewer GPUs than processes.
     """
-    check_numbers(steps, processes, timeout)
-    layout = resolve(config, processes)
-    small = shrink(config, layout, steps, full_size=full_size, keep_layout=keep_layout, on_gpus=on_gpus)
-    if not on_gpus:
-        return Verifier(small, timeout)
+    sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.on_gpus}
+    small = shrink(config, resolve(config, options.processes), options.steps, **sizes)
+    if not options.on_gpus:
+        return Verifier(small, options.timeout)
     needed, gpus = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count()
     problem = f"this machine has {gpus} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
     require(gpus >= needed, "--gpus", needed, problem)
     # A process that waits for its GPU looks idle.
-    return Verifier(small, timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
+    return Verifier(small, options.timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
 
 
 def _outcome(checks: list[Check]) -> str:
