@@ -119,12 +119,12 @@ def build_stage(
     Raises:
         ConfigError: the tensor-parallel plan, or float8, does not fit the model.
     """
-    config, model_config, mesh, device, tuning = recipe.config, recipe.model, recipe.mesh, recipe.device, recipe.tuning
+    config, mesh, device, tuning = recipe.config, recipe.mesh, recipe.device, recipe.tuning
     layout, zero_stage = Layout.of(config.parallelism), config.parallelism.zero_stage
     dtype = getattr(torch, config.training.dtype)
     # Master weights are float32. Only float64 training, which exists for exact comparisons, keeps them in float64.
     with torch.device("meta"):
-        module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
+        module = build_model(recipe.model, config.model.family).to(torch.promote_types(dtype, torch.float32))
     module.keep_stage(split.layers, split.is_first, split.is_last)
     module.initial_elements = tuning.initial_elements
     for part in module.modules():
@@ -138,18 +138,18 @@ def build_stage(
         try:
             apply_tensor_parallel(module, mesh["tp"], layout.sequence_parallel)
         except ValueError as error:
-            problem = f"{error}; correct the family's sharding module"
-            raise ConfigError("model.family", config.model.family, problem) from None
+            reason = f"{error}; correct the family's sharding module"
+            raise ConfigError("model.family", config.model.family, reason) from None
     if config.lora.rank:
         freeze(module, dtype)
     if context is not None:
-        apply_context_parallel(module, context, method_of(config, model_config).name)
+        apply_context_parallel(module, context, method_of(config, recipe.model).name)
     if config.float8.enable:
         try:
             from titan_like.parallel.float8 import use_float8  # which imports torchao
         except ImportError as error:
-            problem = f'torchao cannot be used ({error}); pip install "titan_like[float8]", or set it to false'
-            raise ConfigError("float8.enable", True, problem) from None
+            reason = f'torchao cannot be used ({error}); pip install "titan_like[float8]", or set it to false'
+            raise ConfigError("float8.enable", True, reason) from None
 
         emulates = device.type != "cuda" or dtype == torch.float64
         use_float8(module, config.float8, emulates, Group.of(mesh["tp"]) if layout.tensor > 1 else None)

@@ -63,7 +63,7 @@ class DataParallel:
         config: JobConfig,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        """``expert_mesh`` says which ranks hold the same experts, if not those that hold the same dense parameters."""
+        """``expert_mesh`` groups the ranks with the same experts. None: the ranks with the same dense weights."""
         dtype, zero_stage = getattr(torch, config.training.dtype), config.parallelism.zero_stage
         self.model, self.zero_stage = model, zero_stage
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
@@ -185,7 +185,7 @@ class DataParallelGroup(NamedTuple):
 
 
 def groups_of(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> tuple[DataParallelGroup, DataParallelGroup | None]:
-    """The group of the dense parameters, and that of the experts if it is another one."""
+    """The data-parallel groups of the dense parameters and of the experts, if the latter have their own."""
     experts = None if expert_mesh is None else DataParallelGroup(expert_mesh, "expert_shard")
     return DataParallelGroup(mesh, "dp_shard"), experts
 

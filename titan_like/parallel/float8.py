@@ -155,7 +155,7 @@ class Float8Experts:
     config: Float8LinearConfig
     emulates: bool
     group: Group | None = None  # tensor-parallel ranks that have other rows of the same microbatch and experts
-    expert_ranks: int = 1  # as many of them hold different experts
+    expert_ranks: int = 1  # number of these ranks that hold different experts
 
     def linear(self, x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """[rows, in] and [E, out, in] → [rows, out]."""
@@ -277,18 +277,18 @@ def use_float8(model: Transformer, section: Float8, emulates: bool, tensor_group
     """
     names = {name for name in (*dict(model.named_modules()), *model.absent) if name.startswith("layers.")}
     for pattern in section.filter:
-        problem = f'"{pattern}" fits no module of the layers; use names such as "layers.*.mlp"'
-        require(any(matches_name(pattern, name) for name in names), "float8.filter", section.filter, problem)
+        reason = f'"{pattern}" fits no module of the layers; use names such as "layers.*.mlp"'
+        require(any(matches_name(pattern, name) for name in names), "float8.filter", section.filter, reason)
     if not emulates:
         convert_to_float8_training(nn.Identity())  # corrects torch's compiler where it writes wrong float8 numbers
     config, linears = Float8LinearConfig.from_recipe_name(section.recipe), list(float8_linears(model, section))
-    problem = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
-    require(linears or section.filter, "float8.enable", True, problem)
+    reason = f"no linear module of the layers has sides that are multiples of {MULTIPLE}; set it to false"
+    require(linears or section.filter, "float8.enable", True, reason)
     has_experts = any(isinstance(module, ExpertLinear) for _, module in linears)
-    problem = "this GPU has no grouped float8 products for experts, unlike Hopper; name them in float8.filter, such as "
-    problem += '"layers.*.mlp.experts"'
+    reason = "this GPU has no grouped float8 products for experts, unlike Hopper; name them in float8.filter, such as "
+    reason += '"layers.*.mlp.experts"'
     fits = emulates or not has_experts or torch.cuda.get_device_capability() == (9, 0)
-    require(fits, "float8.enable", True, problem)
+    require(fits, "float8.enable", True, reason)
     # Modules of a kind share an object, which the compiler can then take for a constant of all layers' graphs.
     products: dict[tuple[int | None, bool], Float8Product] = {}
     experts = _experts_product(model, config, emulates, tensor_group)
@@ -323,13 +323,13 @@ def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
     weight = module.weight
     if not isinstance(weight, DTensor):
         return None, None
-    problem = f"{name} is split by torch's own style; use one of ours, or name it in float8.filter"
-    require(isinstance(module, LinearGemms), "float8.enable", True, problem)
+    reason = f"{name} is split by torch's own style; use one of ours, or name it in float8.filter"
+    require(isinstance(module, LinearGemms), "float8.enable", True, reason)
     rows, columns = weight.to_local().shape
     if rows % MULTIPLE or columns % MULTIPLE:
-        problem = f"leaves a process {rows} × {columns} of {name}, but float8 takes multiples of {MULTIPLE}; lower it, "
-        problem += "or name the module in float8.filter"
-        raise ConfigError("parallelism.tensor_parallel_degree", weight.device_mesh.size(), problem)
+        reason = f"leaves a process {rows} × {columns} of {name}, but float8 takes multiples of {MULTIPLE}; lower it, "
+        reason += "or name the module in float8.filter"
+        raise ConfigError("parallelism.tensor_parallel_degree", weight.device_mesh.size(), reason)
     (placement,) = weight.placements
     return placement.dim if isinstance(placement, Shard) else None, Group.of(weight.device_mesh)
 

@@ -159,12 +159,12 @@ def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     names = [degree.name for degree in FACTORS[::-1] if degree.name != "shard"]
     titles, factors = " × ".join(names), "·".join(str(getattr(layout, name)) for name in names)
     if shard == -1:
-        problem = f"{titles} = {factors} = {product} does not divide the {world_size} processes"
-        require(world_size % product == 0, key, shard, f"{problem}; start a multiple of {product}")
+        reason = f"{titles} = {factors} = {product} does not divide the {world_size} processes"
+        require(world_size % product == 0, key, shard, f"{reason}; start a multiple of {product}")
         return replace(layout, shard=world_size // product)
     product *= shard
-    problem = f"{titles} × shard = {factors}·{shard} = {product}, but the job has {world_size} processes"
-    require(product == world_size, key, shard, f"{problem}; start {product} or use -1")
+    reason = f"{titles} × shard = {factors}·{shard} = {product}, but the job has {world_size} processes"
+    require(product == world_size, key, shard, f"{reason}; start {product} or use -1")
     return layout
 
 
@@ -196,7 +196,7 @@ _SMALL = 0.5  # gathered keys and values, relative to what else a layer keeps
 
 
 def best_method(model: TransformerConfig, size: int, tensor: int, may_be_ring: bool) -> Method:
-    """What ``auto`` stands for in CP groups of ``size`` ranks: the method that sends least and fits.
+    """Choose the method for ``auto`` in CP groups of ``size`` ranks: the one that sends least and fits.
 
     With h heads and k key-value heads of d elements, a layer moves 2kd elements a token of the sequence with
     all_gather, and (2h + 2k)d / size with ulysses. For each token of a CP shard, gathered keys and values are 2kd ·

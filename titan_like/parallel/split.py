@@ -57,7 +57,8 @@ def balanced_costs(costs: Sequence[float], num_stages: int, last_extra: float) -
     # For each number of layers: the best split of the first ones into the stages so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
-        extra, left = last_extra * (stage == num_stages - 1), num_stages - 1 - stage
+        left = num_stages - 1 - stage
+        extra = 0.0 if left else last_extra
         following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in range(stage + 1, len(costs) - left + 1) if left else [len(costs)]:
             choices = []

@@ -1,4 +1,4 @@
-"""Measures one layout after the other, keeps each result, and goes on where a search that was ended left off."""
+"""Measures one layout after the other, stores each result, and resumes a search that was interrupted."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Search:
         foreign = [name for name in files if (out / name).exists()]
         if foreign and not (out / "search.json").exists():
             raise ConfigError("--dump_folder", str(out), f"has {foreign[0]}, but no search; name another folder")
-        problem = "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
-        require(_read(out / "search.json", identity) == identity, "--dump_folder", str(out), problem)
+        reason = "holds a search with other layouts, settings, steps or limits; give the same, or name another folder"
+        require(_read(out / "search.json", identity) == identity, "--dump_folder", str(out), reason)
         write_output_file(out / "search.json", json_text(identity))
         self.results: dict[str, dict[str, Any]] = {
             path.parent.name: _read(path, {}) for path in sorted((out / "trials").glob("*/result.json"))
@@ -66,9 +66,9 @@ class Search:
                     self._measure(config, case.processes)
         finally:
             rows = self._write()
-            problem = draw(rows, self.out / "throughput.png") if ranked(rows) else None
-        if problem:
-            print(problem, flush=True)
+            reason = draw(rows, self.out / "throughput.png") if ranked(rows) else None
+        if reason:
+            print(reason, flush=True)
         return rows
 
     def runs(self) -> list[tuple[JobConfig, Row]]:
@@ -106,7 +106,7 @@ class Search:
         print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
 
     def _seconds_left(self) -> float:
-        """Seconds for the cases that are not done, each as long as the last trial with as many processes."""
+        """Seconds left, if each case takes as long as the last trial with the same number of processes."""
         took = {result["processes"]: result["seconds"] for result in self.results.values()}
         left = [case.processes for case in self.cases if next(self._unknown(case), None)]
         return sum(took.get(processes, max(took.values())) for processes in left)

@@ -18,8 +18,8 @@ def environment_number(name: str, default: int, least: int = 0, most: int = _LAR
     """Read a whole number that torchrun sets; a `ConfigError` if it is none, or not from ``least`` to ``most``."""
     text = os.environ.get(name, str(default))
     above = f" and at most {most}" if most < _LARGEST - 1 else ""
-    problem = f"must be a whole number of at least {least}{above}; torchrun sets it"
-    require(text.isdecimal() and least <= int(text) <= most, f"environment variable {name}", text, problem)
+    reason = f"must be a whole number of at least {least}{above}; torchrun sets it"
+    require(text.isdecimal() and least <= int(text) <= most, f"environment variable {name}", text, reason)
     return int(text)
 
 
@@ -48,10 +48,10 @@ def _check_launcher() -> None:
         counts["SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"] = "srun"
     for name, launcher in counts.items():
         if variables.get(name, "1") not in ("", "1"):
-            cure = "start one torchrun a machine, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            hint = "start one torchrun a machine, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             given = " (the first three from SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS)" if launcher == "srun" else ""
-            problem = f"{launcher} has started as many processes, which only meet through torchrun's variables; {cure}"
-            raise ConfigError(f"environment variable {name}", variables[name], problem + given)
+            reason = f"{launcher} has started as many processes, which only meet through torchrun's variables; {hint}"
+            raise ConfigError(f"environment variable {name}", variables[name], reason + given)
 
 
 def check_meeting() -> None:
@@ -60,12 +60,12 @@ def check_meeting() -> None:
     missing = [name for name in _MEETING if not os.environ.get(name, "").strip()]
     if missing and (world_size > 1 or rank > 0):
         job = f"a job of {world_size} processes" if world_size > 1 else f"a process of RANK {rank}"
-        problem = f"{job} needs it; start with torchrun, which sets it"
-        raise all_of([ConfigError(f"environment variable {name}", None, problem) for name in missing])
+        reason = f"{job} needs it; start with torchrun, which sets it"
+        raise all_of([ConfigError(f"environment variable {name}", None, reason) for name in missing])
 
 
 def is_one_of_several() -> bool:
-    """Whether the environment tells the process to rendezvous at MASTER_ADDR. Otherwise it runs alone."""
+    """Whether the environment has all variables for a rendezvous at MASTER_ADDR. Otherwise the process runs alone."""
     return all(os.environ.get(name) for name in _MEETING)
 
 
@@ -73,8 +73,8 @@ def cluster_size(config: JobConfig) -> int:
     """GPUs of the job: the cluster's, else the product of the degrees. Nodes of unknown size are a `ConfigError`."""
     cluster, layout = config.cluster, Layout.of(config.parallelism)
     if cluster.nodes is not None:
-        problem = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
-        require(cluster.gpus_per_node is not None, "cluster.gpus_per_node", None, problem)
+        reason = f"cluster.nodes is {cluster.nodes}; say how many GPUs each of them has"
+        require(cluster.gpus_per_node is not None, "cluster.gpus_per_node", None, reason)
         return cluster.nodes * (cluster.gpus_per_node or 0)
     return replace(layout, shard=max(layout.shard, 1)).num_processes  # a shard degree of -1 is 1 here
 
@@ -88,8 +88,8 @@ def dry_run_world(config: JobConfig) -> int:
     elif "WORLD_SIZE" in os.environ:
         key, value = "environment variable WORLD_SIZE", environment_number("WORLD_SIZE", 1, least=1)
         world_size = value
-    problem = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
-    require(world_size <= _MOST_DESCRIBED, key, value, problem)
-    problem = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
-    require(rank < world_size, "job.dry_run_rank", rank, f"{problem}; use 0 to {world_size - 1}")
+    reason = f"makes a job of {world_size:,} processes; a dry run can describe at most {_MOST_DESCRIBED:,}"
+    require(world_size <= _MOST_DESCRIBED, key, value, reason)
+    reason = f"the job has {world_size} {'processes' if world_size > 1 else 'process'}"
+    require(rank < world_size, "job.dry_run_rank", rank, f"{reason}; use 0 to {world_size - 1}")
     return world_size

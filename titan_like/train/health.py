@@ -55,7 +55,7 @@ class LossWatch:
         guess: float = math.inf,
         levels: Mapping[str, float] | None = None,
     ) -> None:
-        """A run that resumes gives what its checkpoint has of these."""
+        """A run that resumes passes these values from its checkpoint."""
         self.section = section
         self.consecutive_skips = consecutive_skips
         # "since", the step from which the run has diverged, or 0, and the "first" and "lowest" loss as far as known.
@@ -89,15 +89,15 @@ class LossWatch:
         self._recent = torch.where(skipped, self._recent, appended)
 
     def count(self, step: int, loss: float, skipped: bool, has_labels: bool = True) -> None:
-        """Count, on the host, steps without an update and bad steps; a `RunError` if [health] allows no more."""
+        """Count, on the host, skipped updates and bad steps; a `RunError` if [health] allows no more."""
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         most = self.section.max_consecutive_skips
         if self.consecutive_skips >= most:
             cause = f"last loss {loss:.6g}" if has_labels else f"the batch of step {step} has no labels"
-            cure = "lower optimizer.lr or look at the data" if has_labels else "look at the data"
+            hint = "lower optimizer.lr or look at the data" if has_labels else "look at the data"
             raise RunError(
                 f"{most} steps in a row up to step {step} had no usable gradients ({cause}) and "
-                f"health.max_consecutive_skips allows no more; {cure}"
+                f"health.max_consecutive_skips allows no more; {hint}"
             )
         if has_labels:
             self._judge(step, math.nan if skipped else loss)
@@ -124,7 +124,7 @@ class LossWatch:
             levels["since"] = bad[0]
 
     def described(self) -> str | None:
-        """A sentence that says in numbers that the run has diverged; None if it has not."""
+        """One sentence with figures if the run has diverged, else None."""
         if not self.levels["since"]:
             return None
         losses = [loss for _, loss, _ in self._last if not math.isnan(loss)]
@@ -133,5 +133,5 @@ class LossWatch:
         parts = [f"the last loss is {losses[-1]:.6g}"] if losses else []
         if skips := len(self._last) - len(losses):
             parts.append(f"{skips} of the last {len(self._last)} updates were skipped")
-        cure = "lower optimizer.lr or look at the data, and start again or from an earlier checkpoint"
-        return f"the run has diverged since step {self.levels['since']:.0f}: {' and '.join(parts)} ({numbers}); {cure}"
+        hint = "lower optimizer.lr or look at the data, and start again or from an earlier checkpoint"
+        return f"the run has diverged since step {self.levels['since']:.0f}: {' and '.join(parts)} ({numbers}); {hint}"

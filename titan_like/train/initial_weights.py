@@ -27,8 +27,8 @@ _KEY = "checkpoint.initial_load_path"
 def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse a `checkpoint.initial_load_path` without weights of this model. Reads no tensors."""
     text = config.checkpoint.initial_load_path
-    cure = f"adapters need the weights that they adapt; name them by model.from or {_KEY}"
-    require(text is not None or not config.lora.rank, "lora.rank", config.lora.rank, cure)
+    hint = f"adapters need the weights that they adapt; name them by model.from or {_KEY}"
+    require(text is not None or not config.lora.rank, "lora.rank", config.lora.rank, hint)
     if text is None:
         return
     key = _key(config)
@@ -36,13 +36,13 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     start = read_start(text, key, ignore)
     if is_peft(named):
         fields = read_json(named / ADAPTER_CONFIG)
-        cure = f"{text} holds adapters; set it to {fields.get('r', 8)}, and lora.alpha to {fields.get('lora_alpha', 8)}"
-        require(config.lora.rank, "lora.rank", config.lora.rank, cure)
+        hint = f"{text} holds adapters; set it to {fields.get('r', 8)}, and lora.alpha to {fields.get('lora_alpha', 8)}"
+        require(config.lora.rank, "lora.rank", config.lora.rank, hint)
         check_peft(named, path, key, model, config.lora)
     if is_checkpoint(path):
         base = read_run_state(path).base
-        cure = f"holds adapters of {base.get('folder')} alone; merge them by scripts/convert.py to-hf --merge"
-        require(not base, key, text, cure)
+        hint = f"holds adapters of {base.get('folder')} alone; merge them by scripts/convert.py to-hf --merge"
+        require(not base, key, text, hint)
     else:
         open_hugging_face(path, key, ignore)
     is_same = start.family == config.model.family
@@ -51,8 +51,8 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     values = plain(model.model_dump(mode="json"))
     for name in type(model).model_fields:
         value, theirs = values.get(name), start.shape.get(name)
-        problem = f"{path} holds weights of a model with {theirs}; set it to that, or name another {key}"
-        require(name in free or theirs == value, f"model.overrides.{name}", value, problem)
+        reason = f"{path} holds weights of a model with {theirs}; set it to that, or name another {key}"
+        require(name in free or theirs == value, f"model.overrides.{name}", value, reason)
 
 
 def _key(config: JobConfig) -> str:
@@ -72,14 +72,14 @@ def with_base(config: JobConfig, state: RunState) -> JobConfig:
 
 
 def check_base(config: JobConfig, state: RunState) -> None:
-    """Refuse to go on with adapters on other weights than those that they were trained on."""
+    """Refuse to resume adapters on other weights than they were trained on."""
     text, base = config.checkpoint.initial_load_path, state.base
-    problem = f"the adapters of step {state.step} were trained on {base.get('folder')}, and these are others; name that"
-    require(base_state(str(text))["fingerprint"] == base.get("fingerprint"), _key(config), text, problem)
+    reason = f"the adapters of step {state.step} were trained on {base.get('folder')}, and these are others; name that"
+    require(base_state(str(text))["fingerprint"] == base.get("fingerprint"), _key(config), text, reason)
 
 
 def base_state(path: str) -> dict[str, str]:
-    """What `RunState.base` says of the weights, and of a PEFT folder, that `checkpoint.initial_load_path` names."""
+    """`RunState.base` for the weights, or the PEFT folder, that `checkpoint.initial_load_path` names."""
     adapters = {"adapters": path} if is_peft(local_folder(path, _KEY)) else {}
     return {"folder": base_of(path, _KEY), "fingerprint": fingerprint(initial_folder(path))} | adapters
 
@@ -98,19 +98,19 @@ def load_adapters(path: str, model: ParallelModel, section: LoRA) -> None:
 
 
 def load_initial_weights(path: str, model: ParallelModel, ignore: Collection[str] = ()) -> None:
-    """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
+    """Read weights into a model in any layout. Every rank reads its part. Damaged files raise a `RunError`."""
     folder, may_lack = initial_folder(path), model.stages[0].module.may_be_new
     try:
         if is_checkpoint(folder):
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
             load_checkpoint(folder, model, may_lack=may_lack, base=True)
         else:
-            problem = None
+            reason = None
             try:
                 read_weights(folder, model, may_lack, ignore)
             except Exception as error:
-                problem = first_line(error)
-            agree(problem)
+                reason = first_line(error)
+            agree(reason)
     except Exception as error:  # a damaged file may raise anything
         raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:

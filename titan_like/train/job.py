@@ -1,4 +1,4 @@
-"""One process of a training job, from start to end."""
+"""Runs one process of a training job, from rendezvous to exit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback | None = None) -> None:
-    """Join the process group and train to the end of the run, or raise a `ConfigError` or `RunError` that says why not.
+    """Join the process group and train to the end of the run, or raise a `ConfigError` or `RunError` with the reason.
 
     Args:
         run: a checked run.
@@ -37,8 +37,8 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
     handled = StopSignals() if signals is None else nullcontext(signals)
     with process_group(run.device, patience), handled as stop, Watchdog(patience) as watchdog:
         hold_folder("job.dump_folder", dump, dump / "run")  # `Trainer` locks the folder of checkpoints
-        memory, cure = MemoryWatch(run), "choose a smaller model or more processes"
-        with out_of_memory_names("model.flavor", run.config.model.flavor, lambda _: cure):
+        memory, hint = MemoryWatch(run), "choose a smaller model or more processes"
+        with out_of_memory_names("model.flavor", run.config.model.flavor, lambda _: hint):
             trainer = Trainer(run, callback, memory, stop)
         watchdog.progress = lambda: (trainer.state.step, trainer.num_actions)
         watchdog.is_starting = lambda: trainer.state.step == trainer.state.start_step
@@ -85,8 +85,8 @@ def meeting_place(timeout: timedelta) -> tuple[dist.Store, int, int]:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     except dist.DistNetworkError as error:
         cause = "the port is in use" if "EADDRINUSE" in str(error) else f"no meeting there ({first_line(error)})"
-        problem = f"{cause}; choose another port, and rank 0's machine as MASTER_ADDR, the same for all processes"
-        raise ConfigError("environment variable MASTER_PORT", os.environ["MASTER_PORT"], problem) from None
+        reason = f"{cause}; choose another port, and rank 0's machine as MASTER_ADDR, the same for all processes"
+        raise ConfigError("environment variable MASTER_PORT", os.environ["MASTER_PORT"], reason) from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"start-{start}-of-{world_size}", store)

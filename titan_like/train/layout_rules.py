@@ -1,4 +1,4 @@
-"""Rules that say which layouts suit a model, each of which raises a `ConfigError` that says what to change."""
+"""Rules about layouts and models. Each raises a `ConfigError` with a hint if it is broken."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
     """Refuse a length that is above the model's maximum, that the layout cannot split, or too short for its spans."""
     length = sample_length(config, model)
     for key, size in (("training.seq_len", length.encoder), ("training.decoder_seq_len", length.decoder)):
-        problem = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
-        require(size <= model.max_seq_len, key, size, problem)
-        problem = f"not divisible by 2 × context_parallel_degree = {layout.context_chunks}; use a multiple of it"
-        require(size % layout.context_chunks == 0, key, size, problem)
+        reason = f"the model's max_seq_len is {model.max_seq_len}; lower it or raise model.overrides.max_seq_len"
+        require(size <= model.max_seq_len, key, size, reason)
+        reason = f"not divisible by 2 × context_parallel_degree = {layout.context_chunks}; use a multiple of it"
+        require(size % layout.context_chunks == 0, key, size, reason)
         shards = layout.sequence_shards
-        cure = f"use a multiple of it, such as {-(-size // shards) * shards}"
-        problem = f"not divisible by context × tensor degrees = {shards} (sequence_parallel); {cure}"
-        require(size % shards == 0, key, size, problem)
+        hint = f"use a multiple of it, such as {-(-size // shards) * shards}"
+        reason = f"not divisible by context × tensor degrees = {shards} (sequence_parallel); {hint}"
+        require(size % shards == 0, key, size, reason)
 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -33,8 +33,8 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
         **model.split_widths,
     }
     for name, size in sizes.items():
-        problem = f"does not divide the model's {name} ({size}); use a divisor of it"
-        require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, problem)
+        reason = f"does not divide the model's {name} ({size}); use a divisor of it"
+        require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, reason)
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
     refuse(config,
         (rows * (layout.tensor - 1) >= model.padded_vocab_size, "parallelism.tensor_parallel_degree",
@@ -44,9 +44,9 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
     if layout.sequence_parallel:
         from titan_like.parallel.whole_sequences import needs_whole_sequences  # imports torch
 
-        problem = needs_whole_sequences(model, in_blocks=True) or ""
-        cure = "outside of TP blocks a rank has only a part of each; set it to false"
-        require(not problem, "parallelism.sequence_parallel", True, f"{config.model.family}: {problem}, but {cure}")
+        reason = needs_whole_sequences(model, in_blocks=True) or ""
+        hint = "outside of TP blocks a rank has only a part of each; set it to false"
+        require(not reason, "parallelism.sequence_parallel", True, f"{config.model.family}: {reason}, but {hint}")
 
 
 def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:

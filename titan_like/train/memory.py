@@ -68,8 +68,8 @@ class MemoryWatch(Observer):
             lines.append(f"rank {dist.get_rank()} holds {_largest(self._holders(), 'of')}")
             if self._records:
                 lines.append(f"allocated: {_largest(_allocating_lines(torch.cuda.memory_snapshot()), 'at')}")
-            cure = "--profiling.memory_snapshot_steps 1 records which lines allocate it"
-            lines.append(self._snapshot("out-of-memory") if self._records else cure)
+            hint = "--profiling.memory_snapshot_steps 1 records which lines allocate it"
+            lines.append(self._snapshot("out-of-memory") if self._records else hint)
         return NEXT_LINE.join(lines)
 
     def _holders(self) -> Counter[str]:
@@ -87,14 +87,14 @@ class MemoryWatch(Observer):
 
 def cures_of_memory(micro_batch_size: int, recompute: str, zero_stage: int, dtype: str, shards: int) -> str:
     """What to change, besides ``training.micro_batch_size``, in a run that does not fit; ``shards``: of its weights."""
-    cures = ["lower it or training.seq_len" if micro_batch_size > 1 else "lower training.seq_len"]
+    hints = ["lower it or training.seq_len" if micro_batch_size > 1 else "lower training.seq_len"]
     if recompute != "full":
-        cures.append('set activation_checkpoint.mode = "full"')
+        hints.append('set activation_checkpoint.mode = "full"')
     if zero_stage < 3 and shards > 1:
-        cures.append(f"raise parallelism.zero_stage from {zero_stage}")
+        hints.append(f"raise parallelism.zero_stage from {zero_stage}")
     if dtype == "float32":
-        cures.append('set training.dtype = "bfloat16"')
-    return ", ".join([*cures, "or use more processes"])
+        hints.append('set training.dtype = "bfloat16"')
+    return ", ".join([*hints, "or use more processes"])
 
 
 def _allocating_lines(segments: Iterable[dict[str, Any]]) -> Counter[str]:

@@ -1,6 +1,6 @@
 """Rules that involve several settings, checked before any process group starts.
 
-Each check raises a `ConfigError` if its rule is broken, with a sentence that says what to change.
+Each check raises a `ConfigError` with a hint if its rule is broken.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _errors_of(rules: list[Callable[[], object]]) -> Iterator[ConfigError]:
 def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settings:
     """Resolve the model and the layout of a run, and check all rules; a `ConfigError` has a line for each broken one.
 
-    ``world_size`` None means as many processes as the environment variables say. Imports torch only for rules of
+    ``world_size`` None: the number of processes is read from environment variables. Imports torch only for rules of
     adapters and of split positions.
     """
     resolved: dict[str, Any] = {"model": None, "layout": None}
@@ -140,12 +140,12 @@ def resolve_for_inference(config: JobConfig, world_size: int) -> tuple[JobConfig
 def _check_length(config: JobConfig) -> None:
     training = config.training
     given = config.job.config_file or training.steps or training.samples or training.tokens or training.epochs
-    problem = "no configuration is given; name a TOML file, or one of the package's, as --job.config_file debug_gpt"
-    require(given, "job.config_file", None, problem)
+    reason = "no configuration is given; name a TOML file, or one of the package's, as --job.config_file debug_gpt"
+    require(given, "job.config_file", None, reason)
     check_length(training)
     is_stream = format_of(config.data.dataset).is_stream
     require(not is_stream or training.epochs is None, "training.epochs", training.epochs, NO_EPOCHS)
-    # Else `check_schedule` knows with which batch size the run began, or how many samples an epoch has.
+    # Otherwise `check_schedule` checks it, with the batch size of the run's start and the samples of an epoch.
     if not config.checkpoint.enable and training.epochs is None:
         check_decay(config.lr_scheduler, schedule_length(training))
 
@@ -156,35 +156,35 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
     for size in rampup_batch_sizes(training):
         below = size // unit * unit
         nearest = f"{below} or {below + unit}" if below else str(unit)
-        problem = (
+        reason = (
             f"a global batch of {size} is not divisible by micro_batch_size × data-parallel size = "
             f"{training.micro_batch_size} × {layout.data_parallel} = {unit}; use a multiple such as {nearest}"
         )
-        require(size % unit == 0, *batch_setting(config, size), problem)
+        require(size % unit == 0, *batch_setting(config, size), reason)
     stages, size = len(layout.stage_ranks), training.global_batch_size
-    problem = (
+    reason = (
         f"gives {size // unit:,} microbatches of {training.micro_batch_size} × {layout.data_parallel} samples in "
         f"each of {stages} stages, above the limit of {_MOST_PASSES:,} in all; lower it or raise micro_batch_size"
     )
-    require(stages * (size // unit) <= _MOST_PASSES, "training.global_batch_size", size, problem)
+    require(stages * (size // unit) <= _MOST_PASSES, "training.global_batch_size", size, reason)
 
 
 def _check_health(config: JobConfig) -> None:
     health = config.health
-    problem = 'goes back to a checkpoint; set checkpoint.enable to true or use "skip"'
+    reason = 'goes back to a checkpoint; set checkpoint.enable to true or use "skip"'
     rewinds = health.loss_spike_factor and health.loss_spike_action == "rewind"
-    require(config.checkpoint.enable or not rewinds, "health.loss_spike_action", "rewind", problem)
+    require(config.checkpoint.enable or not rewinds, "health.loss_spike_action", "rewind", reason)
 
 
 def _check_evaluation(config: JobConfig) -> None:
     section = config.evaluation
     names = [part.name for part in section.sets]
-    problem = "are scored at each validation, but there is none; set evaluation.interval"
+    reason = "are scored at each validation, but there is none; set evaluation.interval"
     for key, value in (("datasets", section.datasets), ("sets", names)):
-        require(not value or section.interval, f"evaluation.{key}", value, problem)
+        require(not value or section.interval, f"evaluation.{key}", value, reason)
     for name in names:
-        problem = "must be letters, digits, dots, hyphens and underscores, and begin with a letter or a digit"
-        require(re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII), "evaluation.sets.name", name, problem)
+        reason = "must be letters, digits, dots, hyphens and underscores, and begin with a letter or a digit"
+        require(re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII), "evaluation.sets.name", name, reason)
         require(names.count(name) == 1, "evaluation.sets.name", name, "names two sets; give each a name of its own")
 
 
@@ -192,25 +192,25 @@ def _check_tasks(config: JobConfig, model: TransformerConfig) -> None:
     tasks = config.evaluation.datasets
     if "choice" in model.predictions or any(spec.startswith("race=") for spec in tasks):
         return  # what a model with this head can do is checked with the tasks
-    problem = f"{config.model.family} {_LEARNS[model.objective]}, but these predict the next token; leave it out"
-    require(not tasks or model.is_causal, "evaluation.datasets", config.evaluation.datasets, problem)
+    reason = f"{config.model.family} {_LEARNS[model.objective]}, but these predict the next token; leave it out"
+    require(not tasks or model.is_causal, "evaluation.datasets", config.evaluation.datasets, reason)
 
 
 def check_predicts_next_token(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse a family that is not causal, for a command that needs a model of the next token."""
-    problem = f"{_LEARNS[model.objective]}, not the next token; choose a causal family, such as gpt or llama"
-    require(model.is_causal, "model.family", config.model.family, problem)
+    reason = f"{_LEARNS[model.objective]}, not the next token; choose a causal family, such as gpt or llama"
+    require(model.is_causal, "model.family", config.model.family, reason)
 
 
 def _check_precision(config: JobConfig) -> None:
     dtype, reduce_dtype = config.training.dtype, config.training.reduce_dtype
-    problem = f'gradients of {dtype} training are summed in {dtype}; set it to "float32" or change training.dtype'
-    require(reduce_dtype == "float32" or "16" in dtype, "training.reduce_dtype", reduce_dtype, problem)
+    reason = f'gradients of {dtype} training are summed in {dtype}; set it to "float32" or change training.dtype'
+    require(reduce_dtype == "float32" or "16" in dtype, "training.reduce_dtype", reduce_dtype, reason)
 
 
 def _check_float8(config: JobConfig) -> None:
-    problem = 'needs torchao; pip install "titan_like[float8]", or set it to false'
-    require(not config.float8.enable or find_spec("torchao") is not None, "float8.enable", True, problem)
+    reason = 'needs torchao; pip install "titan_like[float8]", or set it to false'
+    require(not config.float8.enable or find_spec("torchao") is not None, "float8.enable", True, reason)
 
 
 def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
@@ -254,48 +254,48 @@ def _check_cudagraphs(config: JobConfig, model: TransformerConfig, layout: Layou
         "does not support prefixes (data.prefix_lm)": data.prefix_lm,
         f"does not support heads that predict {' and '.join(heads)}": heads != ["tokens"],
     }
-    for problem, applies in refusals.items() if config.compile.cudagraphs else ():
-        require(not applies, "compile.cudagraphs", True, f"{problem}; set it to false")
+    for reason, applies in refusals.items() if config.compile.cudagraphs else ():
+        require(not applies, "compile.cudagraphs", True, f"{reason}; set it to false")
 
 
 def _check_ranks(config: JobConfig, layout: Layout) -> None:
-    ranks, problem = config.profiling.trace_ranks, f"the job's ranks are 0 to {layout.num_processes - 1}"
-    require(max(ranks, default=0) < layout.num_processes, "profiling.trace_ranks", ranks, problem)
+    ranks, reason = config.profiling.trace_ranks, f"the job's ranks are 0 to {layout.num_processes - 1}"
+    require(max(ranks, default=0) < layout.num_processes, "profiling.trace_ranks", ranks, reason)
 
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     """Refuse what does not support stacked expert weights."""
     if not has_experts(model):
-        problem = f"{config.model.family} has no experts to recompute; use one of the other modes"
-        require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", problem)
+        reason = f"{config.model.family} has no experts to recompute; use one of the other modes"
+        require(config.activation_checkpoint.mode != "experts", "activation_checkpoint.mode", "experts", reason)
         return
     family = config.model.family
     given = config.model.overrides.get("ffn_hidden_size")
-    problem = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
-    require(given in (None, 0, model.ffn_hidden_size), "model.overrides.ffn_hidden_size", given, problem)
+    reason = f"no layer of {family} {config.model.flavor} is dense; set model.overrides.expert_ffn_hidden_size"
+    require(given in (None, 0, model.ffn_hidden_size), "model.overrides.ffn_hidden_size", given, reason)
 
 
 def _check_lora(config: JobConfig, model: TransformerConfig) -> None:
     section, family = config.lora, config.model.family
     for key in ("alpha", "dropout", "modules"):
-        value, problem = getattr(section, key), "there are no adapters; set lora.rank, or leave it out"
-        require(section.rank or value == getattr(LoRA(), key), f"lora.{key}", value, problem)
+        value, reason = getattr(section, key), "there are no adapters; set lora.rank, or leave it out"
+        require(section.rank or value == getattr(LoRA(), key), f"lora.{key}", value, reason)
     if not section.rank:
         return
     from titan_like.parallel.lora import check_adapters  # imports torch
 
     check_adapters(model, section, family)
     heads = [head for head in model.predictions if head not in ("tokens", "mtp")]  # the latter has a layer
-    problem = f"trains adapters alone, and the head ({', '.join(heads)}) of {family} would not be trained; set it to 0"
-    require(not heads, "lora.rank", section.rank, problem)
+    reason = f"trains adapters alone, and the head ({', '.join(heads)}) of {family} would not be trained; set it to 0"
+    require(not heads, "lora.rank", section.rank, reason)
     trains_bias = has_experts(model) and model.balance == "bias" and model.bias_update_rate > 0
-    problem = "changes the frozen router's biases; set model.overrides.bias_update_rate = 0"
-    require(not trains_bias, "model.overrides.balance", "bias", problem)
+    reason = "changes the frozen router's biases; set model.overrides.bias_update_rate = 0"
+    require(not trains_bias, "model.overrides.balance", "bias", reason)
     degree, mode = Layout.of(config.parallelism).tensor, config.activation_checkpoint.mode
-    problem = f"is not supported with parallelism.tensor_parallel_degree = {degree}; set it to 0"
-    require(not section.dropout or degree == 1, "lora.dropout", section.dropout, problem)
-    problem = 'is not supported with activation_checkpoint.mode = "budget"; set it to 0'
-    require(not section.dropout or mode != "budget", "lora.dropout", section.dropout, problem)
+    reason = f"is not supported with parallelism.tensor_parallel_degree = {degree}; set it to 0"
+    require(not section.dropout or degree == 1, "lora.dropout", section.dropout, reason)
+    reason = 'is not supported with activation_checkpoint.mode = "budget"; set it to 0'
+    require(not section.dropout or mode != "budget", "lora.dropout", section.dropout, reason)
 
 
 def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
@@ -323,24 +323,24 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
         for key in keys if model.objective != objective else ():
             name, _, field = key.partition(".")
             value = getattr(getattr(config, name), field)
-            problem = f"{family} {learns}, which this does not change; leave it out, or train {example}"
-            require(value == type(getattr(config, name)).model_fields[field].default, key, value, problem)
-    problem = "there is no prefix; set data.prefix_lm to true or leave it out"
-    require(section.prefix_lm_loss != "all" or section.prefix_lm, "data.prefix_lm_loss", "all", problem)
+            reason = f"{family} {learns}, which this does not change; leave it out, or train {example}"
+            require(value == type(getattr(config, name)).model_fields[field].default, key, value, reason)
+    reason = "there is no prefix; set data.prefix_lm to true or leave it out"
+    require(section.prefix_lm_loss != "all" or section.prefix_lm, "data.prefix_lm_loss", "all", reason)
 
 
 def _check_sentences(config: JobConfig, model: TransformerConfig) -> None:
     """The head of the first token and the data that trains it go together."""
     objective, dataset, training = config.data.sentence_objective, config.data.dataset, config.training
     head = "pair" if "pair" in model.predictions else "choice" if "choice" in model.predictions else "none"
-    problem = 'needs a head for pairs of sentences; set model.overrides.sentence_head to "pair" (bert), or leave it out'
-    require(objective == "none" or head == "pair", "data.sentence_objective", objective, problem)
-    problem = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
-    require(head != "pair" or objective != "none", "model.overrides.sentence_head", "pair", problem)
-    problem = 'race and sentence_head "choice" go together; set model.overrides.sentence_head or data.dataset to that'
-    require((head == "choice") == format_of(dataset).has_options, "data.dataset", dataset, problem)
-    problem = f"two sentences need {_SHORTEST_PAIR} tokens; use at least that"
-    require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, problem)
-    problem = f"a question is {NUM_OPTIONS} samples, one per option; use a multiple of {NUM_OPTIONS}"
+    reason = 'needs a head for pairs of sentences; set model.overrides.sentence_head to "pair" (bert), or leave it out'
+    require(objective == "none" or head == "pair", "data.sentence_objective", objective, reason)
+    reason = 'nothing trains this head; set data.sentence_objective to "sentence_order" or "next_sentence"'
+    require(head != "pair" or objective != "none", "model.overrides.sentence_head", "pair", reason)
+    reason = 'race and sentence_head "choice" go together; set model.overrides.sentence_head or data.dataset to that'
+    require((head == "choice") == format_of(dataset).has_options, "data.dataset", dataset, reason)
+    reason = f"two sentences need {_SHORTEST_PAIR} tokens; use at least that"
+    require(head == "none" or training.seq_len >= _SHORTEST_PAIR, "training.seq_len", training.seq_len, reason)
+    reason = f"a question is {NUM_OPTIONS} samples, one per option; use a multiple of {NUM_OPTIONS}"
     divides = head != "choice" or training.micro_batch_size % NUM_OPTIONS == 0
-    require(divides, "training.micro_batch_size", training.micro_batch_size, problem)
+    require(divides, "training.micro_batch_size", training.micro_batch_size, reason)

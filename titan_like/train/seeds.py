@@ -33,7 +33,7 @@ def seed_everything(seed: int, stream: int, deterministic: bool) -> None:
 def seed_step(seed: int, step: int, stream: int) -> None:
     """Seed torch's generators for the dropout of one step, from these numbers alone.
 
-    No checkpoint then holds random state: a run that goes on in any layout draws what it would have drawn there.
+    Checkpoints therefore need no random state: a run that resumes in a layout draws what it would have drawn there.
     """
     digest = hashlib.sha256(f"dropout/{seed}/{step}/{stream}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

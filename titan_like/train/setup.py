@@ -57,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def out_of_memory_names(key: str, value: object, cure: Callable[[BaseException], str]) -> Iterator[None]:
+def out_of_memory_names(key: str, value: object, hint: Callable[[BaseException], str]) -> Iterator[None]:
     """Turn a failed allocation inside this context into a `ConfigError` about a setting; others pass through."""
     try:
         yield
@@ -65,8 +65,8 @@ def out_of_memory_names(key: str, value: object, cure: Callable[[BaseException],
         if not is_out_of_memory(error):
             raise
         message = first_line(error).partition(" Including ")[0][:200]  # of a GPU's: how much it wanted, has, has left
-        problem = f"this machine does not have enough memory for it ({message}); {cure(error)}"
-        raise ConfigError(key, value, problem) from None
+        reason = f"this machine does not have enough memory for it ({message}); {hint(error)}"
+        raise ConfigError(key, value, reason) from None
 
 
 def host_memory_bytes() -> int:
@@ -96,7 +96,7 @@ class Run(Settings):
 
 
 def describe_run(run: Run) -> str:
-    """One line that says what is trained, on how many processes and in which layout."""
+    """One line about the model, the processes and the layout."""
     processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
     trained = adapter_parameters(run.model, run.config.lora)
     size = describe_parameters(run.model.num_parameters(), run.model.active_parameters, trained)
@@ -113,8 +113,8 @@ def prepare_run(settings: Settings) -> Run:
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # torch's optimizers import the compiler, which makes it
         check_writable("environment variable TORCHINDUCTOR_CACHE_DIR", Path(cache), make=True)
     device, saved = select_device(config.training.dtype, config.float8.enable), checkpoint_bytes(config, model)
-    problem = "needs a GPU, and this machine has none; set it to false"
-    require(device.type == "cuda" or not config.compile.cudagraphs, "compile.cudagraphs", True, problem)
+    reason = "needs a GPU, and this machine has none; set it to false"
+    require(device.type == "cuda" or not config.compile.cudagraphs, "compile.cudagraphs", True, reason)
     config = check_folders(config, model, make=True)
     if config.checkpoint.enable:
         check_room(checkpoint_folder(config), saved)
@@ -139,8 +139,8 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> Jo
     resumes = False
     if config.checkpoint.enable:
         resumes = check_checkpoints(config, model, checkpoint_folder(config), make)
-    load_step, problem = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
-    require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, problem)
+    load_step, reason = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
+    require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, reason)
     check_export(config, model)
     folder, state = checkpoint_folder(config), None
     if resumes and config.lora.rank:
@@ -161,10 +161,10 @@ def check_export(config: JobConfig, model: TransformerConfig) -> None:
     key, interval = "checkpoint.hugging_face_interval", config.checkpoint.hugging_face_interval
     if interval == 0:
         return
-    problem = "float64 weights are not written for transformers; use another training.dtype, or set it to 0"
-    require(config.training.dtype != "float64", key, interval, problem)
-    problem = "adapters alone are not a model for transformers; set it to 0, and export by scripts/convert.py to-hf"
-    require(not config.lora.rank, key, interval, problem)
+    reason = "float64 weights are not written for transformers; use another training.dtype, or set it to 0"
+    require(config.training.dtype != "float64", key, interval, reason)
+    reason = "adapters alone are not a model for transformers; set it to 0, and export by scripts/convert.py to-hf"
+    require(not config.lora.rank, key, interval, reason)
     try:
         family_of(model).to_fields(model)
     except RefusedError as refusal:
@@ -177,14 +177,14 @@ def select_device(dtype: str, float8: bool = False) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, devices = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
-    problem = f"this machine has {devices} GPUs; start at most that many processes on it"
-    require(local_rank < devices, "torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), problem)
+    reason = f"this machine has {devices} GPUs; start at most that many processes on it"
+    require(local_rank < devices, "torchrun --nproc_per_node", environment_number("LOCAL_WORLD_SIZE", 1), reason)
     device = torch.device("cuda", local_rank)
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    problem = f'{name} has no bfloat16 arithmetic; use "float16" or "float32"'
-    require(dtype != "bfloat16" or capability >= (8, 0), "training.dtype", dtype, problem)
-    problem = f"{name} has no float8 arithmetic, which takes compute capability 8.9 (Ada, Hopper); set it to false"
-    require(not float8 or capability >= (8, 9), "float8.enable", True, problem)
+    reason = f'{name} has no bfloat16 arithmetic; use "float16" or "float32"'
+    require(dtype != "bfloat16" or capability >= (8, 0), "training.dtype", dtype, reason)
+    reason = f"{name} has no float8 arithmetic, which takes compute capability 8.9 (Ada, Hopper); set it to false"
+    require(not float8 or capability >= (8, 9), "float8.enable", True, reason)
     return device
 
 
@@ -197,8 +197,8 @@ def _check_memory(settings: Settings, saved: int) -> None:
     section, num_parameters = settings.config.model, settings.model.num_parameters()
     frozen = getattr(torch, settings.config.training.dtype).itemsize if settings.config.lora.rank else 0
     needed, available = saved + (frozen or 4) * num_parameters, host_memory_bytes()
-    problem = (
+    reason = (
         f"its {num_parameters / 1e9:.4g} billion parameters take {needed / 2**30:.4g} GiB with gradients "
         f"and optimizer state, but this machine has {available / 2**30:.3g} GiB of memory; choose a smaller model"
     )
-    require(needed <= available, "model.flavor", section.flavor, problem)
+    require(needed <= available, "model.flavor", section.flavor, reason)

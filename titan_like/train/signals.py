@@ -32,7 +32,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0  # number of the first signal that was stored
-        self.agreed = 0  # the signal that any rank had received when ranks last told each other: they all stop
+        self.agreed = 0  # the signal on which all ranks stop after this step; they exchange it once a step
         self.asks_for_snapshot = False  # the trainer's observer resets it
         self.can_save = False  # the trainer sets this after the first step
         self._when = 0.0

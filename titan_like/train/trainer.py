@@ -61,7 +61,7 @@ class Trainer:
         self.signals = signals or StopSignals()
         config, layout, rank = run.config, run.layout, dist.get_rank()
         self.mesh = mesh = build_mesh(layout, run.device.type)
-        # Of the ranks with other samples, or other CP shards of the same ones.
+        # The ranks with other samples, or with other CP shards of the same samples.
         self.token_group = one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group()
         self.dp_rank, self.dp_size = layout.data_rank(rank), layout.data_parallel
         self.cp_shard = cp_shard_of(config, run.model, mesh)
@@ -221,7 +221,7 @@ class Trainer:
         self, terms: torch.Tensor, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor
     ) -> torch.Tensor:
         """Start copying this step's `StepValues` to the host: float64 [8 + terms]."""
-        # Signals and saves in progress are seen by single ranks. This all-reduce tells all ranks, in the same step.
+        # Single ranks see signals and saves in progress. By this all-reduce, all ranks see them in the same step.
         noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
         noticed[0].fill_(self.signals.received)
         noticed[1].fill_(self.state.saver.is_writing)
@@ -252,14 +252,14 @@ class Trainer:
             state.skipped_steps += 1
         self.has_labels = values.num_labels > 0
         numbers = f"{values.loss:.6g} and its gradient norm {values.grad_norm:.6g}"
-        problem = f"the loss of step {issued.step} is {numbers}; lower optimizer.lr"
+        reason = f"the loss of step {issued.step} is {numbers}; lower optimizer.lr"
         if not self.has_labels:
             samples = f"the {issued.global_batch_size} samples of step {issued.step}"
-            problem = f"{samples} {NO_LABELS}; look at the data or raise training.global_batch_size"
+            reason = f"{samples} {NO_LABELS}; look at the data or raise training.global_batch_size"
         if not is_finite and not overflowed and not self.config.health.skip_nonfinite:
-            raise RunError(f"{problem}, or set health.skip_nonfinite to skip such steps")
+            raise RunError(f"{reason}, or set health.skip_nonfinite to skip such steps")
         if not self.has_labels and state.losses.consecutive_skips == 0:
-            self.console.print(f" {problem}; the step is skipped")
+            self.console.print(f" {reason}; the step is skipped")
         self.signals.agreed = int(values.stop_signal)
         if not values.is_saving:
             state.finish_save()
@@ -331,8 +331,8 @@ class Trainer:
         return self.pipeline.num_actions + self.validator.scorer.num_actions
 
     def _complete_gradients(self) -> None:
-        """Sum the gradients that are still partial after data parallelism: those of norms and biases under sequence
-        parallelism, and those of copies in several stages.
+        """Sum gradients that are partial after data parallelism: of norms and biases under sequence parallelism, and of
+        copies in several stages.
         """
         sum_partial_gradients(self.partial_parameters)
         stages = self.mesh.get_group("pp")

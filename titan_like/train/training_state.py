@@ -114,7 +114,7 @@ class TrainingState:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def _kept_schedule(self) -> Schedule | None:
-        """The newest checkpoint's schedule, if the run goes on with that. The same on all ranks."""
+        """The newest checkpoint's schedule, if the run continues it. The same on all ranks."""
         config, folder = self.config, self.run.checkpoint_folder
         if not config.checkpoint.enable or config.lr_scheduler.resume == "recompute":
             return None
@@ -129,7 +129,7 @@ class TrainingState:
         self.schedule = self.kept_schedule or Schedule.of(self.config, *now[1:], self.schedule_batch_size)
 
     def _keep_origin(self, initial: str | None) -> str | None:
-        """Let checkpoints hold what this run's source says besides weights. Returns the reason if that fails."""
+        """Let checkpoints include the source's other files, such as its tokenizer. Returns the reason if that fails."""
         source: Path | None = None
         if self.resumed is not None:
             source = checkpoint_path(self.run.checkpoint_folder, self.step)
@@ -203,7 +203,7 @@ class TrainingState:
             self.finish_save(is_last)
 
     def _readers(self) -> dict[str, list[int]]:
-        """Where the dataset's readers go on, of all ranks."""
+        """The offsets of the dataset's readers, of all ranks."""
         if self.run.datasets["train"].state_dict() is None:
             return {}
         state = self.data.state if self.data is not None else {}
@@ -245,8 +245,8 @@ class TrainingState:
             return None
         self.rewinds[self.step] += 1
         if self.rewinds[self.step] > _MOST_REWINDS:
-            problem = f"went back to step {self.step} {_MOST_REWINDS} times, but the loss spikes again"
-            raise RunError(f"{problem} ({record.loss:.6g} in step {record.step}); lower optimizer.lr")
+            reason = f"went back to step {self.step} {_MOST_REWINDS} times, but the loss spikes again"
+            raise RunError(f"{reason} ({record.loss:.6g} in step {record.step}); lower optimizer.lr")
         # Resuming has reset the counters to the checkpoint's. The data cursor stays where it was, past the bad samples.
         left_out = range(self.consumed_samples, samples)
         self.consumed_samples, self.consumed_tokens = samples, tokens
@@ -284,16 +284,16 @@ class TrainingState:
         return True
 
     def _resume_data(self, state: RunState) -> None:
-        """Let the training data go on where a checkpoint's run was, if need be in another blend."""
+        """Move the training data to a checkpoint's cursor, where it may continue in another blend."""
         source, phases = self.run.datasets["train"], [Phase(*phase) for phase in state.phases]
         is_same = state.data in ("", source.fingerprint)
         if not is_same and not (phases and self.config.data.resume == "new_blend"):
-            problem = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
+            reason = f"the checkpoint of step {state.step} in {self.run.checkpoint_folder} was trained on other data"
             changed = "".join(f" (data.{key} was {value})" for key, value in self._changed_data(state))
-            cure = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
-            if not phases:  # CHANGELOG.md says what makes tokens and order others
-                cure = "an earlier version began this run: finish it with that one, or restore its data"
-            raise RunError(f"{problem} than [data] now gives{changed}; {cure}")
+            hint = 'restore it, set checkpoint.folder to a new one, or data.resume to "new_blend" to go on with this'
+            if not phases:  # CHANGELOG.md lists what has changed tokens and order
+                hint = "an earlier version began this run: finish it with that one, or restore its data"
+            raise RunError(f"{reason} than [data] now gives{changed}; {hint}")
         if not is_same:
             first = state.consumed_samples
             now = phases_of(source)[-1]._replace(first=first)
@@ -318,6 +318,6 @@ class TrainingState:
         return is_inside_too and state.run_id in map(run_of, Path(job.dump_folder).glob("metrics*.jsonl"))
 
     def _changed_data(self, state: RunState) -> list[tuple[str, str]]:
-        """The settings of [data] that differ from those of a checkpoint's run, with their values in that run."""
+        """The settings of [data] that differ from a checkpoint's run, with their values in that run."""
         then, now = state.config["data"], self.config.data.model_dump(mode="json")
         return [(key, json.dumps(then[key])) for key, value in now.items() if key in then and then[key] != value]

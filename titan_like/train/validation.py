@@ -55,8 +55,8 @@ def _mean_losses(
 ) -> tuple[dict[str, float], torch.Tensor]:
     """The mean loss and its terms, with dropout off, of the microbatches that ``take`` reads, up to a number at once.
 
-    The loss leaves out that of multi-token prediction, which is a loss of training. The tensor, [2, predictions], has
-    the sum of each prediction's losses and the number of its labels.
+    The loss leaves out multi-token prediction, which is only trained. The tensor, [2, predictions], has the sum of each
+    prediction's losses and the number of its labels.
     """
     training, predictions = scorer.config.training, scorer.shape.predictions
     dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
@@ -96,8 +96,8 @@ def score_held_out(scorer: Scorer) -> dict[str, dict[str, float]]:
                 results[split], total = _mean_losses(scorer, pipeline, take)
             if 0 in total[1].tolist():
                 raise RunError(f"the samples of {split} {NO_LABELS}; look at the data")
-    problem = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
-    require(results, "data.split", config.data.split, problem)
+    reason = "leaves no whole sample for validation; give it more weight, or name evaluation.sets"
+    require(results, "data.split", config.data.split, reason)
     return results
 
 

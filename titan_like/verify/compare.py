@@ -136,12 +136,12 @@ class Reference:
 
     def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's part of ``value``, and the same part of the reference's tensor."""
-        file, shard, expected = _opened(self.file), local(value), []
+        file, expected = _opened(self.file), []
         for part, offset in local_parts(value):
             bounds = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
             expected.append(file.get_slice(str(key))[bounds] if bounds else file.get_tensor(str(key)))
         joined = torch.cat(expected) if len(expected) > 1 else expected[0]
-        return shard, joined.to(shard.device)
+        return local(value), joined.to(value.device)
 
 
 @cache
@@ -166,9 +166,9 @@ class Report:
         if key not in self.checks or check.nearness > self.checks[key].nearness:
             self.checks[key] = check
 
-    def require(self, holds: bool, key: Key, problem: str) -> None:
+    def require(self, holds: bool, key: Key, reason: str) -> None:
         """Add something that must hold exactly, with what is wrong where it does not."""
-        self.add(key, float(not holds), 0.0, problem)
+        self.add(key, float(not holds), 0.0, reason)
 
     def share(self, key: Key, value: str) -> None:
         """Add a value that must be the same wherever the key is: on several processes, or several times on this one."""

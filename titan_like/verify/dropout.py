@@ -125,8 +125,8 @@ def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) 
     places: dict[object, str] = {}
     for site, place, drawn in (mark for marks in everywhere if report.rank == 0 for mark in marks):
         for mark in drawn:
-            problem = f"the same mask is drawn {places.get(mark)} and {place}"
-            report.require(mark not in places, Key(1, Row.MASKS_DIFFER, site), problem)
+            reason = f"the same mask is drawn {places.get(mark)} and {place}"
+            report.require(mark not in places, Key(1, Row.MASKS_DIFFER, site), reason)
             places.setdefault(mark, place)
 
 

@@ -125,8 +125,8 @@ def observe_resumed(member: Member, reference: Reference, config: JobConfig, res
     if start and load_step is None and small.dropout is not None:  # the last run
         check_resumed_dropout(member, report, small, changed, resumed.folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
-    problem = f"resumed from step {trainer.state.step}, not {start}"
-    report.require(trainer.state.step == start, Key(0, Row.CHECKPOINTS), problem)
+    reason = f"resumed from step {trainer.state.step}, not {start}"
+    report.require(trainer.state.step == start, Key(0, Row.CHECKPOINTS), reason)
     trainer.train()
     if member.rank == 0:  # after a skipped step nothing is saved, except at the end, and nothing removed
         saved = [step for step in range(start + 1, last_step + 1) if step == last_step or step not in small.bad_steps]

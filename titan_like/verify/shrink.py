@@ -84,8 +84,8 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     Raises:
         ConfigError: no layout is chosen yet, or no degree is valid; then the message is about shard degree 1.
     """
-    problem = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
-    require(not config.parallelism.auto, "parallelism.auto", True, problem)
+    reason = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
+    require(not config.parallelism.auto, "parallelism.auto", True, reason)
     model, section = model_config(config.model), config.parallelism
     given, problems = Layout.of(section), list[ConfigError]()
     shards = [given.shard] if given.shard > 0 else [2, 1, *range(3, 9)]
@@ -319,7 +319,7 @@ def small_filter(patterns: list[str], layers: int, small_layers: int) -> list[st
 
 
 def shrink_microbatches(training: Training, original: Layout, layout: Layout) -> int:
-    """Microbatches per step: at least 2, and 3 if the original has as many.
+    """Microbatches per step: at least 2, and 3 if the original has 3 or more.
 
     They are enough for the schedule's steady state if the original reaches it.
     """

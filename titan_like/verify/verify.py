@@ -42,12 +42,12 @@ from titan_like.verify.shrink import MOST_PROCESSES, Options, Small, resolve, sh
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
 _COMPILING = 900.0  # seconds that compilation may take
-_LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
+_LOST = "onnection|remote process exited"  # in messages of gloo and NCCL after another process has failed
 _LOCATED = (*LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
 
 
 class UndecidedError(Exception):
-    """A run was stopped for a reason that says nothing about what it computes; the message names the reason."""
+    """A run was stopped, so its result is unknown; the message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Verifier:
         """The layout, the layout again, another one, and the first once more resume from each other's checkpoints.
 
         The next two resume from a checkpoint after which the first trains on, and which is not the first that it saves.
-        A good step follows on the first of them, if there are as many: what is saved in the background must not see it.
+        If there are enough steps, a good step follows the first of them, which an asynchronous save must not see.
         The other layout repeats a step whose update is skipped. The first and the last choose a checkpoint themselves.
         """
         folder, other = Path(tempfile.mkdtemp(dir=self.folder)), other_layout(config, self.most)
@@ -203,7 +203,8 @@ class Verifier:
             return None
         small, step = replace(self.small, num_steps=first.step), f"step {first.step}"
         if first.row in LARGE:
-            config, small, step = edit(config, self.small.longer), self.small.large, "the longer sequences"
+            config, small = edit(config, self.small.longer), self.small.large
+            step = "the longer sequences"
         arguments = small, [dtype], self.folder / "places.safetensors", partial(train_alone, with_outputs=True)
         (alone,) = self.start(compute_reference, 1, *arguments).wait(self.timeout)
         if not isinstance(alone.result, Reference):
@@ -249,7 +250,7 @@ class Verifier:
         """Leave out one axis after the other, for good if the difference stays. At fault are axes that have to stay.
 
         ``symptom`` is what the whole layout shows: different or fails. A trial that fails where the layout finished
-        has met another problem and says nothing: a bug that drops the last microbatch leaves none at all in a run with
+        met another problem and proves nothing: a bug that drops the last microbatch leaves none at all in a run with
         one microbatch. An axis without which such trials fail is at fault only if there is no other.
         """
         trials, required = dict[str, str](), list[Axis]()
@@ -289,8 +290,8 @@ def verifier_of(config: JobConfig, options: Options) -> Verifier:
     if not options.on_gpus:
         return Verifier(small, options.timeout)
     needed, gpus = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count()
-    problem = f"this machine has {gpus} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
-    require(gpus >= needed, "--gpus", needed, problem)
+    reason = f"this machine has {gpus} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
+    require(gpus >= needed, "--gpus", needed, reason)
     # A process that waits for its GPU looks idle.
     return Verifier(small, options.timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
 

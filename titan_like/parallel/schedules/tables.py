@@ -316,9 +316,9 @@ def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num
     Raises:
         ValueError: `check_schedule` refuses; the message is its reason.
     """
-    problem = check_schedule(schedule, pipeline_degree, virtual_stages, num_microbatches)
-    if problem is not None:
-        raise ValueError(problem)
+    reason = check_schedule(schedule, pipeline_degree, virtual_stages, num_microbatches)
+    if reason is not None:
+        raise ValueError(reason)
     stages = stages_per_rank(schedule, virtual_stages)
     return SCHEDULES[schedule].table(pipeline_degree, stages, num_microbatches)
 
