@@ -289,7 +289,7 @@ def verify(arguments: list[str]) -> Iterator[Row]:
     from titan_like.parallel.mesh import build_mesh
     from titan_like.train import trainer as trainer_module
     from titan_like.train.job import process_group
-    from titan_like.verify.shrink import resolve, shrink
+    from titan_like.verify.shrink import Options, resolve, shrink
     from titan_like.verify.verify import Verifier
 
     device, *cases = arguments
@@ -299,7 +299,7 @@ def verify(arguments: list[str]) -> Iterator[Row]:
         for case in cases:
             began, (file, *settings) = time.monotonic(), PARITY[case]
             config = load_config([f"--job.config_file={ROOT}/train_configs/{file}", *ONE, *settings])
-            small = shrink(config, resolve(config, 1), 2, on_gpus=device != "cpu")
+            small = shrink(config, resolve(config, 1), Options(2, on_gpus=device != "cpu"))
             verifier = Verifier(small, most=1, start=partial(Here, device))
             verdict = verifier.verify()
             seconds, ok = time.monotonic() - began, verdict.outcome == "same"

@@ -53,7 +53,7 @@ from titan_like.verify.compare import DROPOUT, EXACT, Check, Reference, Row, com
 from titan_like.verify.observe import observe, observe_dropout
 from titan_like.verify.processes import Member, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.shrink import Options, resolve, shrink
 from titan_like.verify.verify import Verdict
 from titan_like.verify.watch import Watch, steps_alone
 
@@ -90,7 +90,7 @@ def member() -> Member:
 def defined(settings: tuple[str, ...], kind: str) -> Reference:
     """What the definitions make of a run on one process."""
     config = load_config(["--job.config_file", GPT, *settings])
-    small = shrink(config, resolve(config, None), 3)
+    small = shrink(config, resolve(config, None), Options(3))
     alone = member()
     made = compute_reference(alone, small, [kind], alone.folder / "reference.safetensors", train_by_definition)
     assert isinstance(made, Reference), made

@@ -29,7 +29,7 @@ from titan_like.verify.compare import EXACT, SINGLE, Reference, combine
 from titan_like.verify.observe import observe
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.shrink import Options, resolve, shrink
 from titan_like.verify.verify import Verdict
 
 SIZE = ["--training.micro_batch_size=2", "--training.seq_len=32", "--model.overrides.num_layers=2"]
@@ -188,7 +188,7 @@ VERIFIED = {
 def verdict_of(folder: Path, settings: list[str], kind: str) -> Verdict:
     """How a small run with graphs differs from the reference, which has none."""
     config = load_config([*settings, "--compile.cudagraphs=true", "--parallelism.data_parallel_shard_degree=1"])
-    small, alone = shrink(config, resolve(config, 1), 4, on_gpus=True), Member(0, 1, folder, 0, "cpu")
+    small, alone = shrink(config, resolve(config, 1), Options(4, on_gpus=True)), Member(0, 1, folder, 0, "cpu")
     reference = compute_reference(alone, small, [kind], folder / "reference.safetensors")
     assert isinstance(reference, Reference) and not TapeRecorder.log
     return Verdict("", Layout(), combine(reference, [[observe(alone, reference, small.config, kind)]]))

@@ -87,10 +87,10 @@ class DataParallel:
         else:  # full precision needs no master copy, so gradients can be summed in place
             layers = _layer_units(model, dtype, tuning.layer_bytes)
             experts = [_parameters(_experts_in(unit)) if of_experts else [] for unit in layers]
-            known = {id(parameter) for unit in experts for parameter in unit}
-            dense = [[p for p in _parameters(unit) if id(p) not in known] for unit in layers]
-            known |= {id(parameter) for unit in dense for parameter in unit}
-            dense.append([parameter for parameter in _parameters([model]) if id(parameter) not in known])
+            assigned = {id(parameter) for unit in experts for parameter in unit}
+            dense = [[p for p in _parameters(unit) if id(p) not in assigned] for unit in layers]
+            assigned |= {id(parameter) for unit in dense for parameter in unit}
+            dense.append([parameter for parameter in _parameters([model]) if id(parameter) not in assigned])
             for units, group in ((dense, of_dense), (experts, of_experts)):
                 if group is not None and group.fsdp_mesh().size() > 1:
                     self._all_reduces.append(GradientAllReduce(list(filter(None, units)), group.flat().get_group()))

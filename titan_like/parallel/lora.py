@@ -156,14 +156,14 @@ def check_adapters(config: TransformerConfig, section: LoRA, family: str) -> Non
     model = one_of_each(config)
     linears = {name for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)}
     require(linears, "lora.rank", section.rank, f"the layers of {family} have no linear modules; set it to 0")
-    stored = stored_linears(model.config)
-    sources = (weight.sources for name, weight in stored.items() if name.removeprefix("layers.") in linears)
+    weights = stored_linears(model.config).items()
+    sources = (weight.sources for name, weight in weights if name.removeprefix("layers.") in linears)
     # Without the layers' numbers: all layers of a kind are alike.
     names = {NUMBERED.sub("", name) for name in linears}
-    theirs = {NUMBERED.sub("", name.removesuffix(".weight")) for tensors in sources for name in tensors}
+    stored = {NUMBERED.sub("", name.removesuffix(".weight")) for tensors in sources for name in tensors}
     for pattern in section.modules:
-        reason = f'"{pattern}" fits no linear module of the layers; there are {", ".join(sorted(theirs or names))}'
-        require(any(_ends_as(pattern, name) for name in names | theirs), "lora.modules", section.modules, reason)
+        reason = f'"{pattern}" fits no linear module of the layers; there are {", ".join(sorted(stored or names))}'
+        require(any(_ends_as(pattern, name) for name in names | stored), "lora.modules", section.modules, reason)
     adapted = {name.split(".")[1] for name in adapters_of(model, section)}
     reason = "leaves out all modules of some layers; name one of every kind of layer"
     require(adapted == model.layers.keys(), "lora.modules", section.modules, reason)

@@ -26,9 +26,9 @@ class StageLayers:
 
 def layers_per_stage(config: JobConfig, model: TransformerConfig, num_stages: int) -> list[int]:
     """Number of layers in each stage: `parallelism.pipeline_layers` if given, else balanced."""
-    given = config.parallelism.pipeline_layers
-    if given:
-        return given
+    counts = config.parallelism.pipeline_layers
+    if counts:
+        return counts
     length = sample_length(config, model)
     layers, output = layer_costs(model, length.encoder, length.decoder)
     if len(set(layers)) == 1:

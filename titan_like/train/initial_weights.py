@@ -50,9 +50,9 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     free = free_fields(config, model, start)
     values = plain(model.model_dump(mode="json"))
     for name in type(model).model_fields:
-        value, theirs = values.get(name), start.shape.get(name)
-        reason = f"{path} holds weights of a model with {theirs}; set it to that, or name another {key}"
-        require(name in free or theirs == value, f"model.overrides.{name}", value, reason)
+        value, stored_value = values.get(name), start.shape.get(name)
+        reason = f"{path} holds weights of a model with {stored_value}; set it to that, or name another {key}"
+        require(name in free or stored_value == value, f"model.overrides.{name}", value, reason)
 
 
 def _key(config: JobConfig) -> str:

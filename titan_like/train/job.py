@@ -40,7 +40,9 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
         memory, hint = MemoryWatch(run), "choose a smaller model or more processes"
         with out_of_memory_names("model.flavor", run.config.model.flavor, lambda _: hint):
             trainer = Trainer(run, callback, memory, stop)
-        watchdog.progress = lambda: (trainer.state.step, trainer.num_actions)
+        # Passes, sends and receives grow as long as training and evaluation make progress.
+        scorer = trainer.validator.scorer
+        watchdog.progress = lambda: (trainer.state.step, trainer.pipeline.num_actions + scorer.num_actions)
         watchdog.is_starting = lambda: trainer.state.step == trainer.state.start_step
         size = run.config.training.micro_batch_size
         with out_of_memory_names("training.micro_batch_size", size, memory.account):

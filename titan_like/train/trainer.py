@@ -325,15 +325,8 @@ class Trainer:
         state.data = BackgroundLoader(samples, sampler, self.config.data.num_workers, self.run.device)
         return state.data
 
-    @property
-    def num_actions(self) -> int:
-        """Passes, sends and receives so far, which grow as long as training and evaluation make progress."""
-        return self.pipeline.num_actions + self.validator.scorer.num_actions
-
     def _complete_gradients(self) -> None:
-        """Sum gradients that are partial after data parallelism: of norms and biases under sequence parallelism, and of
-        copies in several stages.
-        """
+        """Sum the gradients of norms and biases under sequence parallelism, and of copies in several stages."""
         sum_partial_gradients(self.partial_parameters)
         stages = self.mesh.get_group("pp")
         if stages.size() > 1:

@@ -43,8 +43,8 @@ class Stopped(Exception):  # noqa: N818  # it is no error
 
 def _load(config: JobConfig, scorer: Scorer, dataset: Source, masks: Masks, repeats: bool = False) -> BackgroundLoader:
     """This rank's part of the first `evaluation.steps` global batches."""
-    rows, wanted = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
-    last_sample = -(-min(len(dataset), wanted) // (rows * scorer.dp_size)) * rows * scorer.dp_size
+    rows, num_samples = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
+    last_sample = -(-min(len(dataset), num_samples) // (rows * scorer.dp_size)) * rows * scorer.dp_size
     sampler = GlobalSampler(0, rows, scorer.dp_rank, scorer.dp_size, last_sample=last_sample)
     return BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, scorer.device, repeats=repeats)
 

@@ -227,10 +227,10 @@ def find_fault(
         return None
     working = {rank: beat for rank, beat in candidates.items() if not beat.waits}
     rank, beat = max((working or candidates).items(), key=lambda item: item[1].seconds)
-    others = "" if size == 1 else f"; the other {size - 1} wait for it"
+    consequence = "" if size == 1 else f"; the other {size - 1} wait for it"
     if not working and len(candidates) > 1:
-        others = f"; {len(candidates)} ranks wait for one another"
-    return f"rank {rank} has hung for {beat.seconds:.0f} s {beat.described()}{others}"
+        consequence = f"; {len(candidates)} ranks wait for one another"
+    return f"rank {rank} has hung for {beat.seconds:.0f} s {beat.described()}{consequence}"
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:

@@ -40,9 +40,9 @@ class Options:
     steps: int = 4  # good ones, which are compared
     processes: int | None = None  # of the job, if a shard degree of -1 leaves their number open
     timeout: float = 120.0  # seconds that one run may take
-    full_size: bool = False
-    keep_layout: bool = False
-    on_gpus: bool = False
+    full_size: bool = False  # keeps the sizes of the model, sequences and microbatches
+    keep_layout: bool = False  # keeps the degrees
+    on_gpus: bool = False  # gives the model's heads a size that the kernels for GPUs accept
 
     def __post_init__(self) -> None:
         steps, processes, timeout = self.steps, self.processes, self.timeout
@@ -99,27 +99,20 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     raise problems[:2][-1]
 
 
-def shrink(
-    config: JobConfig, layout: Layout, steps: int, *,
-    full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,
-) -> Small:  # fmt: skip
-    """The small run, with ``steps`` good steps.
-
-    ``full_size`` keeps the sizes of the model, sequences and microbatches; ``keep_layout`` keeps the degrees. The
-    model's heads have a size that the kernels for GPUs accept if it runs ``on_gpus``.
-    """
-    training, model = config.training, model_config(config.model)
-    degrees = layout if keep_layout else shrink_degrees(layout)
+def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
+    """The small run of a configuration in a layout."""
+    training, model, steps = config.training, model_config(config.model), options.steps
+    degrees = layout if options.keep_layout else shrink_degrees(layout)
     unit = degrees.tensor * degrees.context_chunks  # sequences are multiples of it
     method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
-    if full_size:
-        per_stage = config.parallelism.pipeline_layers if keep_layout else None
+    if options.full_size:
+        per_stage = config.parallelism.pipeline_layers if options.keep_layout else None
     else:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
         groups = degrees.context if method == "ulysses" else 1
-        fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, config.float8.enable)
+        fields |= small_fields(model, layout.tensor, degrees.tensor, groups, options.on_gpus, config.float8.enable)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
         fields, per_stage = small_layers(config, fields, len(layout.stage_ranks), len(degrees.stage_ranks))
     dropout = fields.get("dropout") if degrees.context == 1 else None
@@ -144,11 +137,11 @@ def shrink(
         "lr_scheduler.decay_steps": decay_steps,
         "parallelism.context_parallel_method": method,
         "parallelism.pipeline_layers": per_stage,
-        "compile.cudagraphs": config.compile.cudagraphs and on_gpus,
+        "compile.cudagraphs": config.compile.cudagraphs and options.on_gpus,
     }
     # Compiling the step with large logits would take as long as all else.
     longer, long = dict[str, Any]({"compile.enable": False}), min(training.seq_len, _LONG) // unit * unit
-    if not full_size:
+    if not options.full_size:
         values["float8.filter"] = small_filter(config.float8.filter, model.num_layers, fields["num_layers"])
         values |= small_spans(config, model, seq_len, unit)
         if long > seq_len:

@@ -285,8 +285,7 @@ def verifier_of(config: JobConfig, options: Options) -> Verifier:
     Raises:
         ConfigError: there is no valid layout, or there are fewer GPUs than processes.
     """
-    sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.on_gpus}
-    small = shrink(config, resolve(config, options.processes), options.steps, **sizes)
+    small = shrink(config, resolve(config, options.processes), options)
     if not options.on_gpus:
         return Verifier(small, options.timeout)
     needed, gpus = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count()
