@@ -309,15 +309,15 @@ class TrainingState:
 
         It is the same run if the checkpoints are where they were saved, or if the whole dump folder has been moved.
         """
-        job, then = self.config.job, state.config
-        saves, saved = self.run.checkpoint_folder, folder_of_settings(then["job"], then.get("checkpoint", {}))
-        if saves == saved:
+        folder, dump_folder, saved_job = self.run.checkpoint_folder, self.config.job.dump_folder, state.config["job"]
+        saved_folder = folder_of_settings(saved_job, state.config.get("checkpoint", {}))
+        if folder == saved_folder:
             return True
-        inside = os.path.relpath(str(saved), str(then["job"].get("dump_folder")))
-        is_inside_too = os.path.relpath(str(saves), job.dump_folder) == inside
-        return is_inside_too and state.run_id in map(run_of, Path(job.dump_folder).glob("metrics*.jsonl"))
+        inside = os.path.relpath(str(saved_folder), str(saved_job.get("dump_folder")))
+        was_moved = os.path.relpath(str(folder), dump_folder) == inside
+        return was_moved and state.run_id in map(run_of, Path(dump_folder).glob("metrics*.jsonl"))
 
     def _changed_data(self, state: RunState) -> list[tuple[str, str]]:
         """The settings of [data] that differ from a checkpoint's run, with their values in that run."""
-        then, now = state.config["data"], self.config.data.model_dump(mode="json")
-        return [(key, json.dumps(then[key])) for key, value in now.items() if key in then and then[key] != value]
+        saved, settings = state.config["data"], self.config.data.model_dump(mode="json")
+        return [(key, json.dumps(saved[key])) for key, value in settings.items() if saved.get(key, value) != value]

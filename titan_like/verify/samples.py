@@ -123,7 +123,10 @@ def validation_samples(config: JobConfig) -> Samples:
     batch, model = config.training.global_batch_size, model_config(config.model)
     size = batch + max(1, batch // 2 - 1)
     unit = config.training.micro_batch_size * Layout.of(config.parallelism).data_parallel
-    size += -(size % NUM_OPTIONS) if "choice" in model.predictions else unit > 1 and size % unit == 0
+    if "choice" in model.predictions:
+        size -= size % NUM_OPTIONS
+    elif unit > 1 and size % unit == 0:
+        size += 1
     return Samples(config, model, 2 * config.job.seed + 1, size)
 
 

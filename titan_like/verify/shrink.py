@@ -150,9 +150,9 @@ def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
             of_length = fields_of_length(model, training.seq_len, long, degrees.expert)
             longer |= {"model.flavors": {FLAVOR: fields | of_length}} | small_spans(config, model, long, unit)
     small = in_layout(edit(config.small(), values), degrees)
-    had, kept = sizes_of(config, layout), sizes_of(small, degrees)
+    original, kept = sizes_of(config, layout), sizes_of(small, degrees)
     kept["positions"] = longer.get("training.seq_len", seq_len)
-    limits = [f"{kept[name]} of {size} {name}" for name, size in had.items() if kept[name] < size]
+    limits = [f"{kept[name]} of {size} {name}" for name, size in original.items() if kept[name] < size]
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
@@ -296,9 +296,10 @@ def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, unit:
         return {}
     values = {"training.seq_len": seq_len, "data.noise_density": 0.3, "data.mean_noise_span_length": 1.8}
     small = edit(config, values | {"training.decoder_seq_len": 0})
-    had, needed = sample_length(config, model), sample_length(small, model).decoder
-    is_filled = had.decoder > targets_length(had.raw, config.data)
-    decoder = -(-(needed + is_filled) // unit) * unit
+    original, needed = sample_length(config, model), sample_length(small, model).decoder
+    if original.decoder > targets_length(original.raw, config.data):
+        needed += 1  # so that there is padding
+    decoder = -(-needed // unit) * unit
     return values | {"training.decoder_seq_len": decoder}
 
 
@@ -316,6 +317,7 @@ def shrink_microbatches(training: Training, original: Layout, layout: Layout) ->
 
     They are enough for the schedule's steady state if the original reaches it.
     """
-    had, warmup = num_microbatches(training, original), layout.pipeline * (2 if layout.schedule in V_SHAPED else 1)
-    enough = max(3, warmup + 1 if had >= original.pipeline else layout.pipeline)
-    return fewest_microbatches(layout, max(2, min(had, enough)))
+    microbatches = num_microbatches(training, original)
+    warmup = layout.pipeline * (2 if layout.schedule in V_SHAPED else 1)
+    enough = max(3, warmup + 1 if microbatches >= original.pipeline else layout.pipeline)
+    return fewest_microbatches(layout, max(2, min(microbatches, enough)))
