@@ -140,8 +140,15 @@ class RunLog:
         for writer in self.writers:
             writer.write(step, values)
 
-    def go_back(self) -> None:
-        """Drop what is logged of steps after the latest one, to which the run went back."""
+    def go_back(self, spike: StepRecord, left_out: range) -> None:
+        """Print that the run went back because of a ``spike``, and drop the metrics of the steps since the checkpoint.
+
+        ``left_out``: samples that will not be trained.
+        """
+        self.console.print(
+            f" the loss of step {spike.step} is a spike ({spike.loss:.6g}): went back to step {self.state.step} and "
+            f"skipped samples {left_out.start} to {left_out.stop - 1}"
+        )
         self._unlogged.clear()
         go_back(self.writers, self.state.step)
 

@@ -111,7 +111,8 @@ class Trainer:
                     continue
                 record, unread = self.read_step(issued), None
                 self.profiler.end(record)
-                if record.spike and self._rewinds and self._rewind(record):
+                if record.spike and self._rewinds and (left_out := state.rewind(record)) is not None:
+                    self.log.go_back(record, left_out)
                     continue  # with the samples that come next
                 is_last = state.is_complete or signals.agreed > 0
                 self._log_step(record, is_last)
@@ -278,18 +279,6 @@ class Trainer:
     def _rewinds(self) -> bool:
         health = self.config.health
         return health.loss_spike_factor > 0 and health.loss_spike_action == "rewind"
-
-    def _rewind(self, record: StepRecord) -> bool:
-        """Go back to the newest checkpoint if there is one. Otherwise only the step's update has been skipped."""
-        left_out = self.state.rewind(record)
-        if left_out is None:
-            return False
-        self.console.print(
-            f" the loss of step {record.step} is a spike ({record.loss:.6g}): went back to step {self.state.step} and "
-            f"skipped samples {left_out.start} to {left_out.stop - 1}"
-        )
-        self.log.go_back()
-        return True
 
     def _log_step(self, record: StepRecord, is_last: bool = False) -> None:
         """Log a step that has been read. A `RunError` ends the run if too many steps were bad."""
