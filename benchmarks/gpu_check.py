@@ -287,19 +287,19 @@ def verify(arguments: list[str]) -> Iterator[Row]:
     from titan_like.commands.verify import format_verdict
     from titan_like.config import load_config
     from titan_like.parallel.mesh import build_mesh
-    from titan_like.train import training_state
+    from titan_like.train import trainer as trainer_module
     from titan_like.train.job import process_group
-    from titan_like.verify.shrink import resolve, shrink
+    from titan_like.verify.shrink import Options, resolve, shrink
     from titan_like.verify.verify import Verifier
 
     device, *cases = arguments
-    meshes = patch.object(training_state, "build_mesh", cache(build_mesh))  # all runs share their process groups
+    meshes = patch.object(trainer_module, "build_mesh", cache(build_mesh))  # all runs share their process groups
     background = patch.object(saver, "background_group", cache(saver.background_group))
     with process_group(torch.device(device)), meshes, background:
         for case in cases:
             began, (file, *settings) = time.monotonic(), PARITY[case]
             config = load_config([f"--job.config_file={ROOT}/train_configs/{file}", *ONE, *settings])
-            small = shrink(config, resolve(config, 1), 2, on_gpus=device != "cpu")
+            small = shrink(config, resolve(config, 1), Options(2, on_gpus=device != "cpu"))
             verifier = Verifier(small, most=1, start=partial(Here, device))
             verdict = verifier.verify()
             seconds, ok = time.monotonic() - began, verdict.outcome == "same"

@@ -46,7 +46,7 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
     traffic = step_traffic(workload_of(run.config, run.model, run.layout), Coordinates(0))
     with process_group(run.device):
         trainer = Trainer(run)
-        data, seconds = trainer._load_data(), []
+        data, seconds = trainer.load_data(), []
         for _ in range(steps + 1):
             started = time.perf_counter()
             trainer.read_step(trainer.train_step(data))
@@ -82,7 +82,12 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
             started = time.perf_counter()
             again()
             sent.append(time.perf_counter() - started)
-        figures = {"seconds": seconds[1:], "sent": min(sent, default=0.0), "bytes": most, "loss": trainer.losses.recent}
+        figures = {
+            "seconds": seconds[1:],
+            "sent": min(sent, default=0.0),
+            "bytes": most,
+            "loss": trainer.state.losses.recent,
+        }
         Path(f"{output}.{rank}").write_text(json.dumps(figures))
 
 

@@ -87,7 +87,7 @@ def trainer_of(settings: Iterable[str]) -> Any:
     if not torch.distributed.is_initialized():
         process_group(run.device).__enter__()
     trainer = Trainer(run)
-    return trainer, trainer._load_data()
+    return trainer, trainer.load_data()
 
 
 def machine() -> dict[str, Any]:

@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from tests.distributed.launch import base_config, full
 from tests.distributed.layouts import sizes
 from titan_like.checkpoint.loader import model_tensors, optimizer_tensors
 from titan_like.config.errors import RunError
+from titan_like.train import trainer as trainer_module
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
+from titan_like.train.training_state import TrainingState
 
 SETTINGS: dict[str, Any] = sizes(32, 1, 4, 3) | {
     "model.overrides": {"num_layers": 1, "hidden_size": 30, "num_attention_heads": 2},  # shards are uneven
@@ -50,7 +53,7 @@ class Death:
     instants: Path | None = None
 
 
-class MortalTrainer(Trainer):
+class MortalState(TrainingState):
     """Dies in a save."""
 
     death: Death | None = None
@@ -103,15 +106,19 @@ def survived(dump: Path, operations: list[str]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build(folder: Path, dump: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer) -> Any:
+def build(
+    folder: Path, dump: Path, settings: dict[str, Any], kind: type[Trainer] = Trainer,
+    state: type[TrainingState] = TrainingState,
+) -> Any:  # fmt: skip
     """A trainer that has resumed where it can."""
     config = base_config(folder, SETTINGS | {"job.dump_folder": str(dump)} | settings)
-    return kind(prepare_run(resolve_settings(config)))
+    with patch.object(trainer_module, "TrainingState", state):
+        return kind(prepare_run(resolve_settings(config)))
 
 
 def digest(trainer: Trainer) -> str:
     """One number for every bit of the weights and the optimizer's state, on all stages together."""
-    tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.optimizer)
+    tensors = model_tensors(trainer.model) | optimizer_tensors(trainer.model, trainer.state.optimizer)
     here = {name: digest_of(full(tensor).contiguous()) for name, tensor in tensors.items()}
     group = trainer.mesh["pp"].get_group()
     stages: list[dict[str, str]] = [{}] * dist.get_world_size(group)
@@ -132,10 +139,10 @@ def digest_of(tensor: torch.Tensor) -> str:
 def reference(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> dict[str, str]:
     """The digests of a run that nothing disturbs, by step."""
     trainer = build(folder, dump, settings)
-    data, digests = trainer._load_data(), {}
-    while trainer.step < trainer.total_steps:
+    data, digests = trainer.load_data(), {}
+    while trainer.state.step < trainer.state.total_steps:
         trainer.train_step(data)
-        digests[str(trainer.step)] = digest(trainer)
+        digests[str(trainer.state.step)] = digest(trainer)
     data.close()
     return digests
 
@@ -148,10 +155,10 @@ def train(rank: int, folder: Path, dump: Path, settings: dict[str, Any], death: 
         if rank == death.rank:
             survived(dump, operations)
         signal.pause()  # until the job is killed with the rank that died
-    trainer = build(folder, dump, settings, MortalTrainer)
-    trainer.death = death
-    if trainer.step:
-        start = {"step": trainer.step, "digest": digest(trainer)}
+    trainer = build(folder, dump, settings, state=MortalState)
+    trainer.state.death = death
+    if trainer.state.step:
+        start = {"step": trainer.state.step, "digest": digest(trainer)}
         if rank == 0:
             with open(dump / "resumed.jsonl", "a") as file:
                 file.write(json.dumps(start) + "\n")
@@ -166,7 +173,7 @@ def resume_each(rank: int, folder: Path, dumps: list[Path], settings: dict[str, 
             outcome: dict[str, Any] = {}
             try:
                 trainer = build(folder, dump, settings)
-                outcome |= {"step": trainer.step, "digest": digest(trainer)}
+                outcome |= {"step": trainer.state.step, "digest": digest(trainer)}
                 trainer.train()
                 outcome["final"] = digest(trainer)
             except RunError as error:
@@ -178,8 +185,8 @@ def resume_each(rank: int, folder: Path, dumps: list[Path], settings: dict[str, 
 def save_without_update(rank: int, folder: Path, dump: Path, settings: dict[str, Any]) -> None:
     """Save when every step so far was skipped: the optimizer has no state yet."""
     trainer = build(folder, dump, settings)
-    trainer.step = trainer.skipped_steps = 1
-    trainer.save()
+    trainer.state.step = trainer.state.skipped_steps = 1
+    trainer.state.save()
 
 
 def save_each(rank: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -200,7 +207,7 @@ def load_each(
     for layout, settings in layouts.items():
         for name in names[layout]:
             trainer = build(folder, folder / name, {"training.steps": 1} | settings)
-            assert trainer.step == 1
+            assert trainer.state.step == 1
             found[name, layout] = digest(trainer)
     return found
 

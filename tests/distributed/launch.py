@@ -26,7 +26,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.optim.shards import full_tensor
 from titan_like.parallel import split
 from titan_like.parallel.mesh import build_mesh
-from titan_like.train import training_state
+from titan_like.train import trainer as trainer_module
 from titan_like.train.observer import Observer
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -127,7 +127,7 @@ def losses_of_layouts(
     for name, layout in layouts.items():
         trainer = trainer_of(folder, settings | layout)
         with exact_rope():
-            found[name] = [record.loss for record in steps_alone(trainer, trainer.total_steps)]
+            found[name] = [record.loss for record in steps_alone(trainer, trainer.state.total_steps)]
     return found
 
 
@@ -150,10 +150,10 @@ def train_case(case: Case, folder: Path) -> Result:
     watch = Watch()
     with case.layer_units():
         training = trainer_of(folder, case.settings, watch)
-    data = training._load_data()
+    data = training.load_data()
     records = [training.read_step(training.train_step(data))]
     gradients = all_stages(training, by_name(watch.gradients))
-    records += [training.read_step(training.train_step(data)) for _ in range(training.total_steps - 1)]
+    records += [training.read_step(training.train_step(data)) for _ in range(training.state.total_steps - 1)]
     data.close()
     weights = all_stages(training, by_name(training.model.named_parameters()))
     return Result([r.loss for r in records], [r.grad_norm for r in records], gradients, weights)
@@ -226,7 +226,7 @@ def _call(member: Member, function: Callable[..., Any], args: tuple[Any, ...]) -
     # Groups take long to make, and gloo has a thread for each that wakes a hundred times a second. So trainers of one
     # layout, one after the other, share theirs.
     gc.set_threshold(10_000)  # as in tests/conftest.py
-    meshes = patch.object(training_state, "build_mesh", cache(build_mesh))
+    meshes = patch.object(trainer_module, "build_mesh", cache(build_mesh))
     with meshes, patch.object(saver, "background_group", cache(saver.background_group)):
         torch.save(function(member.rank, *args), returned := io.BytesIO())
         return returned.getvalue()

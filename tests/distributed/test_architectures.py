@@ -12,6 +12,7 @@ from tests.unit.plain_loop import plain_adamw
 from tests.unit.test_decoder_hugging_face import CASES, exact_model, random_folder
 from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
+from titan_like.train.microbatches import take_microbatches
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 from titan_like.train.trainer import Trainer
@@ -51,9 +52,9 @@ def plain_loop(rank: int, folder: Path, settings: list[str]) -> list[float]:
     config = load_config(settings)
     trainer, losses = Trainer(prepare_run(resolve_settings(config))), list[float]()
     optimizer = plain_adamw(model, config.optimizer)
-    data = trainer._load_data()
+    data = trainer.load_data()
     for _ in range(STEPS):
-        batches = trainer._take(data, BATCH // MICRO_BATCH)
+        batches = take_microbatches(data, BATCH // MICRO_BATCH, trainer.cp_shard, trainer.run.device, trainer.observer)
         total = 0.0
         for batch in batches:
             with in_float64():

@@ -25,7 +25,7 @@ SPLIT_EXPERTS = tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 
 
 def train_steadily(rank, folder, family, layout=None):
     trainer = trainer_of(folder, SETTINGS | {"model.family": family} | (layout or {}))
-    data = trainer._load_data()
+    data = trainer.load_data()
     for _ in range(2):
         trainer.train_step(data)
     with torch._dynamo.config.patch(error_on_recompile=True):

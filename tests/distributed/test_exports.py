@@ -90,7 +90,7 @@ def train_where_a_folder_fails(rank: int, root: Path, on_failure: str) -> dict[s
             trainer.train()
         except RunError as error:
             print(error)
-    return {"printed": printed.getvalue(), "saved": sorted(trainer.saved_steps)}
+    return {"printed": printed.getvalue(), "saved": sorted(trainer.state.saved_steps)}
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])

@@ -60,10 +60,10 @@ def train_here(
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trainer = build(folder, dump, settings, Watched)
         if set_back is not None:
-            trainer.consumed_samples = set_back
+            trainer.state.consumed_samples = set_back
 
         def sometimes_bad(*arguments: Any) -> torch.Tensor:
-            return loss(*arguments) * bad.get(trainer.consumed_samples, 1.0)
+            return loss(*arguments) * bad.get(trainer.state.consumed_samples, 1.0)
 
         with patch.object(Transformer, "loss", sometimes_bad):
             try:
@@ -71,9 +71,9 @@ def train_here(
             except RunError as error:
                 outcome["error"] = str(error)
     return outcome | {
-        "step": trainer.step,
-        "skipped_steps": trainer.skipped_steps,
-        "consumed_samples": trainer.consumed_samples,
+        "step": trainer.state.step,
+        "skipped_steps": trainer.state.skipped_steps,
+        "consumed_samples": trainer.state.consumed_samples,
         "digests": digests,
         "printed": printed.getvalue(),
     }

@@ -64,7 +64,7 @@ def count(rank, folder):
     found = {}
     for name, settings in LAYOUTS.items():
         trainer = trainer_of(folder, QUIET | settings)
-        data = trainer._load_data()
+        data = trainer.load_data()
         for _ in range(2):  # what is made once
             trainer.train_step(data)
         with CountReads() as reads:
@@ -93,7 +93,7 @@ def train_whole(rank, folder, interval):
 
     def spoil():
         complete()
-        if trainer.step == 4:
+        if trainer.state.step == 4:
             next(trainer.model.parameters()).grad.fill_(float("nan"))
 
     trainer._complete_gradients = spoil
@@ -105,7 +105,7 @@ def train_whole(rank, folder, interval):
     return {
         "records": [(r.step, r.loss, r.grad_norm, r.lr, r.consumed_samples, r.nan, r.skipped) for r in seen],
         "weights": weights,
-        "skipped": trainer.skipped_steps,
+        "skipped": trainer.state.skipped_steps,
         "times": [r.step_time_s for r in seen],
     }
 

@@ -76,7 +76,7 @@ def load_each(rank: int, folder: Path, ranks: int) -> dict[str, bool]:
             if layout not in CHOSEN[model]:
                 continue
             trainer = build(folder, model, folder / model / SOURCES["hugging face"], settings)
-            assert (trainer.step, len(trainer.optimizer.state)) == (0, 0)
+            assert (trainer.state.step, len(trainer.state.optimizer.state)) == (0, 0)
             for source, path in SOURCES.items():
                 if source != "hugging face":  # that is what the run began with
                     with torch.no_grad():

@@ -163,7 +163,7 @@ def test_a_run_goes_on_with_its_own_base_alone_and_keeps_adapters_alone(
     for steps in (2, 4):
         with process_group(torch.device("cpu")), exact_rope():
             trainer = trainer_of(tmp_path, settings | {"training.steps": steps})
-            trainer.callback = lambda record: losses.append(record.loss)
+            trainer.log.callback = lambda record: losses.append(record.loss)
             trainer.train()
         shutil.rmtree(tmp_path / "peft", ignore_errors=True)
     assert losses == pytest.approx(plain_run, rel=bound(4096 * 4))

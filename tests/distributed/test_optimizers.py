@@ -42,8 +42,8 @@ class CountUpdates(TorchDispatchMode):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__()
         self.inside, self.bytes, self.counts = False, 0, Counter[str]()
-        trainer.optimizer.register_step_pre_hook(lambda *_: setattr(self, "inside", True))
-        trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "inside", False))
+        trainer.state.optimizer.register_step_pre_hook(lambda *_: setattr(self, "inside", True))
+        trainer.state.optimizer.register_step_post_hook(lambda *_: setattr(self, "inside", False))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and self.inside:
@@ -60,14 +60,16 @@ def watch_steps(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
         for rule in ("adafactor", "muon"):
             settings = RUN | with_rule(rule, family) | layout | {"lr_scheduler.warmup_steps": 0}
             trainer = trainer_of(folder, settings)
-            data = trainer._load_data()
+            data = trainer.load_data()
             for _ in range(2):
                 trainer.train_step(data)
             with CountReads() as reads, CountUpdates(trainer) as counted:
                 trainer.train_step(data)
             data.close()
-            kept, traffic = optimizer_state(trainer.run.config.optimizer), trainer.optimizer.traffic()
-            state = [local(one) for one in optimizer_tensors(trainer.model, trainer.optimizer).values() if one.ndim]
+            kept, traffic = optimizer_state(trainer.run.config.optimizer), trainer.state.optimizer.traffic()
+            state = [
+                local(one) for one in optimizer_tensors(trainer.model, trainer.state.optimizer).values() if one.ndim
+            ]
             state = [value for value in state if value.shape != (3,)]  # Adafactor's means of each expert's matrix
             shapes = [(name, local(one).shape, matrices_here(one)) for name, one in trainer.model.named_parameters()]
             found[f"{rule} {name}"] = {

@@ -74,19 +74,24 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def types_of(trainer: Trainer) -> set[str]:
     """Types of master weights and optimizer state; step counters are whole numbers in float32 already."""
-    state = [value for values in trainer.optimizer.state.values() for value in values.values()]
+    state = [value for values in trainer.state.optimizer.state.values() for value in values.values()]
     return {str(tensor.dtype) for tensor in (*trainer.model.parameters(), *state)}
 
 
 def train_with_absurd_scale(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_of(folder, settings)
-    trainer.scaler.scale.fill_(ABSURD_SCALE)
-    weights, records, data = [weights_of(trainer)], [], trainer._load_data()
+    trainer.state.scaler.scale.fill_(ABSURD_SCALE)
+    weights, records, data = [weights_of(trainer)], [], trainer.load_data()
     for _ in range(STEPS):
         records.append(trainer.read_step(trainer.train_step(data)).as_dict())
         weights.append(weights_of(trainer))
     data.close()
-    return {"records": records, "weights": weights, "scale": trainer.scaler.scale.item(), "types": types_of(trainer)}
+    return {
+        "records": records,
+        "weights": weights,
+        "scale": trainer.state.scaler.scale.item(),
+        "types": types_of(trainer),
+    }
 
 
 def train_everything(rank: int, folder: Path, world_size: int) -> dict[str, Any]:

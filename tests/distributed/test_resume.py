@@ -116,7 +116,7 @@ def masks_of_step_3(rank: int, folder: Path) -> dict[str, list[list[str]]]:
         settings["job.dump_folder"] = str(folder / before)
         trainer = trainer_of(folder, settings | layout)
         steps_alone(trainer, 2)
-        trainer.save(is_last=True)
+        trainer.state.save(is_last=True)
         draw(before, trainer)
         for after, other in LAYOUTS.items():
             draw(f"{before} {after}", trainer_of(folder, settings | other))

@@ -21,6 +21,7 @@ from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, complete_steps
 from titan_like.config.errors import RunError
 from titan_like.train.trainer import Trainer
+from titan_like.train.training_state import TrainingState
 
 STEPS = {"training.steps": 5}
 BACKGROUND = STEPS | {"checkpoint.async": True}
@@ -57,15 +58,16 @@ def train_slowly(
 
     class Noting(Trainer):
         def _update(self, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
-            events.append(f"update {self.step + 1}")
+            events.append(f"update {self.state.step + 1}")
             super()._update(grad_norm, lr, skip)
 
+    class NotingState(TrainingState):
         def save(self, is_last: bool = False) -> None:
             super().save(is_last)
             events.append(f"save {self.step} returns")
 
     with slow(copy, write, events):
-        trainer = build(folder, dump, settings, Noting)
+        trainer = build(folder, dump, settings, Noting, NotingState)
         trainer.train()
     digests = {}
     for step in range(1, settings["training.steps"] + 1):
@@ -90,7 +92,7 @@ def train_where_a_save_fails(
 ) -> dict[str, Any]:
     """Train where the last rank cannot write its part of one step's checkpoint."""
 
-    class Failing(Trainer):
+    class Failing(TrainingState):
         def save(self, is_last: bool = False) -> None:
             fails = self.step == step and rank == dist.get_world_size() - 1
             self.finish_save()  # the one before is to be whole
@@ -102,12 +104,12 @@ def train_where_a_save_fails(
 
     outcome: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer = build(folder, dump, settings, Failing)
+        trainer = build(folder, dump, settings, state=Failing)
         try:
             trainer.train()
         except RunError as error:
             outcome["error"] = str(error)
-    return outcome | {"step": trainer.step, "printed": printed.getvalue()}
+    return outcome | {"step": trainer.state.step, "printed": printed.getvalue()}
 
 
 @pytest.fixture(scope="module")

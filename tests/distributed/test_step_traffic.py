@@ -158,7 +158,7 @@ class RecordCollectives(TorchDispatchMode):
 
 def held_bytes(trainer: Trainer) -> int:
     """Of master weights and the optimizer's state."""
-    state = (value for values in trainer.optimizer.state.values() for value in values.values() if value.ndim)
+    state = (value for values in trainer.state.optimizer.state.values() for value in values.values() if value.ndim)
     storages = [local(tensor).untyped_storage() for tensor in (*trainer.model.parameters(), *state)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -75,7 +75,7 @@ from tests.distributed.mutations import (
 from titan_like.config import load_config
 from titan_like.verify.compare import DROPOUT, EXACT, RESUME, SINGLE, Row
 from titan_like.verify.processes import WAITING, Group, Prepare
-from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.shrink import Options, resolve, shrink
 from titan_like.verify.verify import _LOCATED, Verdict, Verifier
 
 STEPS = 3
@@ -91,7 +91,7 @@ def verify(
 ) -> Verdict:
     """Verify the debug model."""
     config = load_config(["--job.config_file", GPT, *layout])
-    small = shrink(config, resolve(config, None), steps)
+    small = shrink(config, resolve(config, None), Options(steps))
     return Verifier(small, timeout, patience, start=partial(Group, prepare=mutation), kinds=kinds or []).verify()
 
 

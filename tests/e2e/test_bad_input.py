@@ -267,7 +267,7 @@ def test_a_step_that_runs_out_of_memory_tells_what_holds_it(monkeypatch, capfd, 
     update = Trainer._update
 
     def fail(self, *arguments, **options):
-        if self.step == 2:
+        if self.state.step == 2:
             raise torch.OutOfMemoryError(NO_MEMORY)
         update(self, *arguments, **options)
 

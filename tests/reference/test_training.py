@@ -53,7 +53,7 @@ from titan_like.verify.compare import DROPOUT, EXACT, Check, Reference, Row, com
 from titan_like.verify.observe import observe, observe_dropout
 from titan_like.verify.processes import Member, Prepare
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.shrink import Options, resolve, shrink
 from titan_like.verify.verify import Verdict
 from titan_like.verify.watch import Watch, steps_alone
 
@@ -90,7 +90,7 @@ def member() -> Member:
 def defined(settings: tuple[str, ...], kind: str) -> Reference:
     """What the definitions make of a run on one process."""
     config = load_config(["--job.config_file", GPT, *settings])
-    small = shrink(config, resolve(config, None), 3)
+    small = shrink(config, resolve(config, None), Options(3))
     alone = member()
     made = compute_reference(alone, small, [kind], alone.folder / "reference.safetensors", train_by_definition)
     assert isinstance(made, Reference), made
@@ -139,15 +139,19 @@ def _run(*settings: str, steps: int = 2, begins: Callable[[Trainer], object] = l
 
 
 def _loop_takes_all_steps() -> None:
-    assert _run().step == 2
+    assert _run().state.step == 2
 
 
 def _loss_scale_begins_large() -> None:
-    _run(*FLOAT16, begins=lambda trainer: check(trainer.loss_scale == 2.0**16))
+    _run(*FLOAT16, begins=lambda trainer: check(trainer.state.loss_scale == 2.0**16))
 
 
 def _validation_drops_nothing() -> None:
-    _run("--model.overrides.dropout", "0.5", begins=lambda trainer: check(trainer.validate() == trainer.validate()))
+    _run(
+        "--model.overrides.dropout",
+        "0.5",
+        begins=lambda trainer: check(trainer.validator.validate() == trainer.validator.validate()),
+    )
 
 
 def _small_gradients_stay() -> None:
@@ -202,7 +206,7 @@ def _validation_takes_the_latest_weights() -> None:
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(2)
-    trainer.validate()
+    trainer.validator.validate()
     for module in trainer.model.stages[0].module.modules():
         for name, master in module.named_parameters(recurse=False):
             assert torch.equal(vars(module)[name], master.bfloat16())

@@ -126,7 +126,8 @@ def test_bad_steps_are_counted_over_the_interval_and_left_out_of_the_loss():
 
 
 def test_line_ends_with_the_time_that_is_left():
-    console = Console(False, total_steps=1000, total_samples=2000)
+    console = Console(False)
+    console.start(total_steps=1000, total_samples=2000)
     assert console.seconds_left() is None
     seconds = {1: 90.0, 2: 5.0, 3: 4.0, 4: 600.0, 5: 4.5}  # the first step compiles, the fourth meets a stall
     found = {}
@@ -152,14 +153,16 @@ def test_line_stays_whole_above_the_progress_bar(monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    console = Console(True, total_steps=10, total_samples=768)
+    console = Console(True)
+    console.start(total_steps=10, total_samples=768)
     console.print(CONTRACT)
     console.add(record(step=5))
     assert console.seconds_left() is None  # the bar has it
     console.close()
     assert CONTRACT + "\n" in terminal.getvalue()
     assert "5/10" in terminal.getvalue()
-    silent = Console(False, total_steps=10, total_samples=768)
+    silent = Console(False)
+    silent.start(total_steps=10, total_samples=768)
     before = terminal.getvalue()
     silent.add(record(step=5))
     silent.close()

@@ -16,7 +16,7 @@ from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.workload import Workload
-from titan_like.verify.shrink import shrink
+from titan_like.verify.shrink import Options, shrink
 
 METHODS = ("all_gather", "ulysses", "ring")
 LLAMA = flavor("llama", "llama3.1_8b", max_seq_len=2**20)  # 32 query heads, 8 key-value heads
@@ -64,7 +64,7 @@ def test_a_ring_is_chosen_only_where_it_has_fast_kernels(settings, expected):
 
 def test_a_verified_run_keeps_the_method_of_the_original():
     config = run("--parallelism.context_parallel_degree=8")
-    small = shrink(config, Layout(1, 1, 1, 8, 1), 3).config
+    small = shrink(config, Layout(1, 1, 1, 8, 1), Options(3)).config
     degrees = Layout.of(small.parallelism)
     assert small.parallelism.context_parallel_method == "ulysses"
     assert 1 < degrees.context < 8

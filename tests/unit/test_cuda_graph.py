@@ -29,7 +29,7 @@ from titan_like.verify.compare import EXACT, SINGLE, Reference, combine
 from titan_like.verify.observe import observe
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import compute_reference
-from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.shrink import Options, resolve, shrink
 from titan_like.verify.verify import Verdict
 
 SIZE = ["--training.micro_batch_size=2", "--training.seq_len=32", "--model.overrides.num_layers=2"]
@@ -110,7 +110,7 @@ def train(folder: Path, settings: list[str], steps: int, graphs: bool, between: 
     run = prepare_run(resolve_settings(config, 1))
     tuning = replace(run.tuning, gradient_bytes=1 << 14)  # several units of copies, which backward passes could free
     trainer = Trainer(replace(run, config=edit(run.config, {"compile.cudagraphs": graphs}), tuning=tuning))
-    data, figures = trainer._load_data(), list[Any]()
+    data, figures = trainer.load_data(), list[Any]()
     for step in range(1, steps + 1):
         between(trainer, step)
         record = trainer.read_step(trainer.train_step(data))
@@ -155,7 +155,7 @@ def test_what_happens_between_steps(tmp_path: Path, log: list[str]) -> None:
         weights = list(trainer.model.parameters())
         with torch.no_grad():
             if step == 5:
-                trainer.validate()
+                trainer.validator.validate()
                 weights[1].mul_(1.5)
                 trainer.model.mark_changed()
             if step == 7:
@@ -188,7 +188,7 @@ VERIFIED = {
 def verdict_of(folder: Path, settings: list[str], kind: str) -> Verdict:
     """How a small run with graphs differs from the reference, which has none."""
     config = load_config([*settings, "--compile.cudagraphs=true", "--parallelism.data_parallel_shard_degree=1"])
-    small, alone = shrink(config, resolve(config, 1), 4, on_gpus=True), Member(0, 1, folder, 0, "cpu")
+    small, alone = shrink(config, resolve(config, 1), Options(4, on_gpus=True)), Member(0, 1, folder, 0, "cpu")
     reference = compute_reference(alone, small, [kind], folder / "reference.safetensors")
     assert isinstance(reference, Reference) and not TapeRecorder.log
     return Verdict("", Layout(), combine(reference, [[observe(alone, reference, small.config, kind)]]))

@@ -24,7 +24,7 @@ from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.models.registry import model_config
 from titan_like.verify.samples import ids_of_samples, masks_of_run, training_samples
-from titan_like.verify.shrink import resolve, shrink
+from titan_like.verify.shrink import Options, resolve, shrink
 from titan_like.verify.watch import digest
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
@@ -50,7 +50,7 @@ OBJECTIVES = {
 def are_as_described(objective: str, seed: int = 5) -> bool:
     """Whether the product makes the samples of the definition."""
     config = load_config([*OBJECTIVES[objective], f"--job.seed={seed}"])
-    small = shrink(config, resolve(config, None), 3).config
+    small = shrink(config, resolve(config, None), Options(3)).config
     samples = training_samples(small)
     made, rows = masks_of_run(small).over(samples), range(40)
     ids = ids_of_samples(model_config(small.model).vocab_size)

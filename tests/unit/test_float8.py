@@ -23,7 +23,7 @@ from titan_like.parallel.float8 import Float8Experts, Float8LinearConfig, float8
 from titan_like.parallel.weight_gradients import defer_weight_gradients
 from titan_like.train.rules import resolve_for_inference, resolve_settings
 from titan_like.train.setup import select_device
-from titan_like.verify.shrink import resolve, shrink, small_filter
+from titan_like.verify.shrink import Options, resolve, shrink, small_filter
 
 
 def config(**fields: Any) -> JobConfig:
@@ -169,7 +169,7 @@ def test_a_small_run_keeps_float8_products() -> None:
     """A gated MLP's usual ratio of 8/3 gives no multiple of 16 for small sizes."""
     tree = {"model": {"family": "llama"}, "training": {"steps": 1}, "float8": {"enable": True, "filter": ["layers.3"]}}
     job = JobConfig.model_validate(tree | {"parallelism": {"tensor_parallel_degree": 2}})
-    small = shrink(job, resolve(job, 2), 3)
+    small = shrink(job, resolve(job, 2), Options(3))
     assert model_config(small.config.model).ffn_hidden_size % 32 == 0
     assert small.config.float8.filter == ["layers.1"]
     assert small_filter(["layers.*.mlp", "layers.47", "layers.0.mlp.up"], 48, 4) == [

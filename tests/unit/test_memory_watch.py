@@ -40,7 +40,9 @@ def watch(folder: Path, device: str, steps: list[int]) -> Any:
     run: Any = SimpleNamespace(config=config, device=torch.device(device), layout=Layout(shard=2))
     result: Any = MemoryWatch(run)
     signals, shown = SimpleNamespace(asks_for_snapshot=False), []
-    result.attach(SimpleNamespace(signals=signals, console=SimpleNamespace(print=shown.append), shown=shown))
+    trainer = SimpleNamespace(signals=signals, console=SimpleNamespace(print=shown.append), state=SimpleNamespace())
+    trainer.shown = shown
+    result.attach(trainer)
     return result
 
 
@@ -95,7 +97,7 @@ def test_the_account_of_a_run_that_records(tmp_path: Path, done: list[Any], monk
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 60 * GIB)
     watched = watch(tmp_path, "cuda", [9])
     watched.trainer.model = torch.nn.Linear(1, GIB // 4, bias=False, device="meta")
-    watched.trainer.optimizer = torch.optim.SGD(watched.trainer.model.parameters())
+    watched.trainer.state.optimizer = torch.optim.SGD(watched.trainer.model.parameters())
     assert watched.account(torch.OutOfMemoryError()).splitlines() == [
         "lower training.seq_len, raise parallelism.zero_stage from 1, or use more processes",
         "       rank 0 holds 50 GiB of gaps between tensors, "

@@ -13,14 +13,14 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.split import layers_per_stage
 from titan_like.verify.reference import rerouted
-from titan_like.verify.shrink import Small, resolve, shrink, two_kinds
+from titan_like.verify.shrink import Options, Small, resolve, shrink, two_kinds
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
 
 
 def small_run(*settings: str, on_gpus: bool = False) -> Small:
     config = load_config(["--training.seq_len=64", *settings])
-    return shrink(config, resolve(config, None), 3, on_gpus=on_gpus)
+    return shrink(config, resolve(config, None), Options(3, on_gpus=on_gpus))
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
@@ -90,7 +90,7 @@ def test_stages_of_an_encoder_and_a_decoder(counts: list[int], encoder: int, two
 def test_given_stages_of_an_encoder_and_a_decoder_stay_of_both_kinds() -> None:
     settings = ["--model.family=t5", "--model.flavor=debug", "--training.steps=9", "--data.tokenizer=byte"]
     config = load_config([*settings, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_layers=[3,1]"])
-    small = shrink(config, resolve(config, None), 4)
+    small = shrink(config, resolve(config, None), Options(4))
     assert small.config.parallelism.pipeline_layers == [3, 2]  # the first has the encoder's 2 and one of the decoder's
 
 
@@ -102,7 +102,7 @@ def test_every_kind_of_layer_stays_with_a_window_below_the_length(stages: list[s
     given += [f"--model.overrides.layer_pattern={json.dumps(pattern)}", f"--model.overrides.kinds={windows}"]
     given += ["--model.overrides.max_seq_len=2048", *stages]
     config = load_config([*given, "--parallelism.pipeline_parallel_degree=2"])
-    small = shrink(config, resolve(config, None), 2)
+    small = shrink(config, resolve(config, None), Options(2))
     for run in (small, small.large):
         model, seq_len = model_config(run.config.model), run.config.training.seq_len
         assert isinstance(model, DecoderConfig)

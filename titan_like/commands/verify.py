@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from titan_like.config import load_config
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, write_json
-from titan_like.verify.shrink import check_numbers
+from titan_like.verify.shrink import Options
 
 if TYPE_CHECKING:
     from titan_like.verify.compare import Check
@@ -47,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Verify the configuration's layout and print a line for each kind of run, or a table."""
     options, settings = build_parser().parse_known_args(argv)
-    check_numbers(options.steps, options.processes, options.timeout)
+    sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.gpus}
+    checked = Options(options.steps, options.processes, options.timeout, **sizes)
     config = load_config(settings)
 
     from titan_like.verify.processes import start_fork_server
@@ -56,8 +57,7 @@ def main(argv: list[str]) -> int:
     start_fork_server(on_gpus=options.gpus)  # it imports while this process does
     from titan_like.verify.verify import verifier_of
 
-    sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.gpus}
-    verifier = verifier_of(config, steps=options.steps, processes=options.processes, timeout=options.timeout, **sizes)
+    verifier = verifier_of(config, checked)
     verifier.progress = lambda line: print(line, file=sys.stderr, flush=True)
     verdict = verifier.verify()
     seconds = time.perf_counter() - started

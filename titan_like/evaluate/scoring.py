@@ -92,7 +92,7 @@ class Scorer:
         dp_mesh = one_dimension(mesh, "dp", "dp_replicate", "dp_shard")
         self._layout = resolve_layout(config.parallelism, mesh.size())
         self.shape = model.stages[0].module.config
-        self._cp_shard = cp_shard_of(config, self.shape, mesh)
+        self.cp_shard = cp_shard_of(config, self.shape, mesh)
         self.dp_rank, self.dp_size = self._layout.data_rank(mesh.get_rank()), self._layout.data_parallel
         self.groups = [mesh.get_group() for mesh in (dp_mesh, mesh["pp"]) if mesh.size() > 1]
         self._pipelines: dict[int, Pipeline | WholeModel] = {}  # by length of the inputs
@@ -152,7 +152,7 @@ class Scorer:
         padding = [Window(np.zeros(1, np.int64), 0)] * (num_microbatches * rows - len(windows))
         samples = [self._sample(window, width) for window in (*windows, *padding)]
         batches = (collate(samples[at : at + rows]) for at in range(0, len(samples), rows))
-        microbatches = [self._cp_shard.shard(to_device(batch, self.device)) for batch in batches]
+        microbatches = [self.cp_shard.shard(to_device(batch, self.device)) for batch in batches]
         scores = torch.zeros(num_microbatches, rows, 2, dtype=torch.float64, device=self.device)
 
         def keep(logits: torch.Tensor, microbatch: int) -> torch.Tensor:

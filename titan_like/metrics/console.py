@@ -143,11 +143,15 @@ def format_duration(seconds: float) -> str:
 class Console:
     """Prints for the whole job, so only one process may have ``enabled``."""
 
-    def __init__(self, enabled: bool, total_steps: int, total_samples: int) -> None:
-        self._enabled, self._total_samples = enabled, total_samples
+    def __init__(self, enabled: bool) -> None:
+        self._enabled, self._total_samples = enabled, 0
         self._consumed_samples, self._seconds_per_sample = 0, deque[float](maxlen=_RECENT_STEPS)
         self._progress: Progress | None = None
-        if enabled and sys.stdout.isatty():
+
+    def start(self, total_steps: int, total_samples: int) -> None:
+        """Show the progress of a run of this length from here on, by a bar if stdout is a terminal."""
+        self._total_samples = total_samples
+        if self._enabled and sys.stdout.isatty():
             steps = TextColumn(f"{{task.fields[step]}}/{total_steps}")
             self._progress = Progress(TextColumn("{task.description}"), BarColumn(), steps, TimeRemainingColumn())
             self._task = self._progress.add_task("training", total=total_samples, step=0)

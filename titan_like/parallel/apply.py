@@ -7,6 +7,7 @@ compilation, data parallelism, allocation of this process's part, initialisation
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,18 @@ from titan_like.parallel.weight_gradients import defer_weight_gradients
 
 if TYPE_CHECKING:
     from titan_like.parallel.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all stages of a process are built from."""
+
+    config: JobConfig
+    model: TransformerConfig
+    mesh: DeviceMesh
+    device: torch.device
+    tuning: Tuning = DEFAULT_TUNING
+    data_parallel: Callable[..., DataParallel] = DataParallel  # takes what `DataParallel` takes
 
 
 def build_pipeline(
@@ -80,56 +93,38 @@ def build_parallel_model(
     pp_rank, ranks = mesh["pp"].get_local_rank(), resolve_layout(config.parallelism, mesh.size()).stage_ranks
     splits = split_layers(layers_per_stage(config, model_config, len(ranks)))
     local_splits = {index: splits[index] for index, rank in enumerate(ranks) if rank == pp_rank}
-    stages, expert_mesh = build_stages(config, model_config, mesh, device, local_splits, tuning)
+    stages, expert_mesh = build_stages(Recipe(config, model_config, mesh, device, tuning), local_splits)
     return ParallelModel(stages, stages_of_tied_parameters(model_config, splits), expert_mesh)
 
 
-def build_stages(
-    config: JobConfig,
-    model_config: TransformerConfig,
-    mesh: DeviceMesh,
-    device: torch.device,
-    splits: Mapping[int, StageLayers],
-    tuning: Tuning = DEFAULT_TUNING,
-    data_parallel: Callable[..., DataParallel] = DataParallel,
-) -> tuple[list[Stage], DeviceMesh | None]:
-    """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own.
-
-    ``data_parallel`` is applied to each stage, with the arguments of `DataParallel`.
-    """
-    layout = resolve_layout(config.parallelism, mesh.size())
+def build_stages(recipe: Recipe, splits: Mapping[int, StageLayers]) -> tuple[list[Stage], DeviceMesh | None]:
+    """Build some stages, by their number in the pipeline, and the mesh that splits experts, if they need their own."""
+    mesh = recipe.mesh
+    layout = resolve_layout(recipe.config.parallelism, mesh.size())
     context = context_group(layout) if layout.context > 1 else None
-    has_own_mesh = has_experts(model_config) and layout.splits_experts
+    has_own_mesh = has_experts(recipe.model) and layout.splits_experts
     expert_mesh = build_expert_mesh(layout, mesh.device_type) if has_own_mesh else None
-    stages = [
-        build_stage(config, model_config, mesh, device, index, split, context, expert_mesh, tuning, data_parallel)
-        for index, split in splits.items()
-    ]
-    return stages, expert_mesh
+    return [build_stage(recipe, index, split, context, expert_mesh) for index, split in splits.items()], expert_mesh
 
 
 def build_stage(
-    config: JobConfig,
-    model_config: TransformerConfig,
-    mesh: DeviceMesh,
-    device: torch.device,
+    recipe: Recipe,
     index: int,
     split: StageLayers,
     context: Group | None = None,
     expert_mesh: DeviceMesh | None = None,
-    tuning: Tuning = DEFAULT_TUNING,
-    data_parallel: Callable[..., DataParallel] = DataParallel,
 ) -> Stage:
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
     Raises:
         ConfigError: the tensor-parallel plan, or float8, does not fit the model.
     """
+    config, mesh, device, tuning = recipe.config, recipe.mesh, recipe.device, recipe.tuning
     layout, zero_stage = Layout.of(config.parallelism), config.parallelism.zero_stage
     dtype = getattr(torch, config.training.dtype)
     # Master weights are float32. Only float64 training, which exists for exact comparisons, keeps them in float64.
     with torch.device("meta"):
-        module = build_model(model_config, config.model.family).to(torch.promote_types(dtype, torch.float32))
+        module = build_model(recipe.model, config.model.family).to(torch.promote_types(dtype, torch.float32))
     module.keep_stage(split.layers, split.is_first, split.is_last)
     module.initial_elements = tuning.initial_elements
     for part in module.modules():
@@ -148,7 +143,7 @@ def build_stage(
     if config.lora.rank:
         freeze(module, dtype)
     if context is not None:
-        apply_context_parallel(module, context, method_of(config, model_config).name)
+        apply_context_parallel(module, context, method_of(config, recipe.model).name)
     if config.float8.enable:
         try:
             from titan_like.parallel.float8 import use_float8  # which imports torchao
@@ -175,8 +170,7 @@ def build_stage(
     allocates_whole = zero_stage == 0 or shares_nothing(mesh, expert_mesh)
     if allocates_whole:  # hooks and copies need parameters that are already allocated
         module.to_empty(device=device)
-    reduce_dtype = getattr(torch, config.training.reduce_dtype)
-    sharded = data_parallel(module, mesh, expert_mesh, zero_stage, dtype, reduce_dtype, tuning)
+    sharded = recipe.data_parallel(module, mesh, expert_mesh, config, tuning)
     if not allocates_whole:  # after sharding, so that only this process's shards are ever allocated
         module.to_empty(device=device)
     mark_stacks(module)

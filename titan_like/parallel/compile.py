@@ -41,7 +41,7 @@ def compile_layers(model: Transformer, section: ActivationCheckpoint, fullgraph:
 
 
 def _for_any_rows(function: Callable[..., torch.Tensor], backend: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    """Compile a function of rows, of which there are as many as a router sends, in one graph."""
+    """Compile a function of rows, whose number depends on the router, in one graph."""
     compiled = torch.compile(function, fullgraph=True, **backend)
 
     def run(rows: torch.Tensor, *inputs: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from titan_like.config.schema import JobConfig
 from titan_like.models.layers.experts import Experts
 from titan_like.models.transformer import Transformer
 from titan_like.optim.shards import local
@@ -51,7 +52,7 @@ def summed_in_full(model: Transformer) -> list[nn.Parameter]:
 class DataParallel:
     """Sums the gradients of a model, or of one stage, over data-parallel ranks. Changes the model in place.
 
-    In a lower precision than float32, master weights stay float32 and gradients are summed in ``reduce_dtype``.
+    In a lower precision than float32, master weights stay float32 and gradients are summed in `training.reduce_dtype`.
     """
 
     def __init__(
@@ -59,14 +60,12 @@ class DataParallel:
         model: Transformer,
         mesh: DeviceMesh,
         expert_mesh: DeviceMesh | None,
-        zero_stage: int,
-        dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        config: JobConfig,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        """``expert_mesh`` says which ranks hold the same experts, if not those that hold the same dense parameters."""
-        self.model = model
-        self.zero_stage = zero_stage
+        """``expert_mesh`` groups the ranks with the same experts. None: the ranks with the same dense weights."""
+        dtype, zero_stage = getattr(torch, config.training.dtype), config.parallelism.zero_stage
+        self.model, self.zero_stage = model, zero_stage
         # Until the all-reduce over replicas, FSDP2 keeps the sum over microbatches as one flat tensor.
         self._keeps_flat_sums = zero_stage >= 2 and mesh["dp_replicate"].size() > 1
         self._all_reduces: list[GradientAllReduce] = []
@@ -81,17 +80,17 @@ class DataParallel:
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
-                reduce_dtype=None if full_precision else reduce_dtype,
+                reduce_dtype=None if full_precision else getattr(torch, config.training.reduce_dtype),
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
             _wrap(model, units_of(model, of_dense, of_experts, dtype, tuning.layer_bytes), zero_stage, policy)
         else:  # full precision needs no master copy, so gradients can be summed in place
             layers = _layer_units(model, dtype, tuning.layer_bytes)
             experts = [_parameters(_experts_in(unit)) if of_experts else [] for unit in layers]
-            known = {id(parameter) for unit in experts for parameter in unit}
-            dense = [[p for p in _parameters(unit) if id(p) not in known] for unit in layers]
-            known |= {id(parameter) for unit in dense for parameter in unit}
-            dense.append([parameter for parameter in _parameters([model]) if id(parameter) not in known])
+            assigned = {id(parameter) for unit in experts for parameter in unit}
+            dense = [[p for p in _parameters(unit) if id(p) not in assigned] for unit in layers]
+            assigned |= {id(parameter) for unit in dense for parameter in unit}
+            dense.append([parameter for parameter in _parameters([model]) if id(parameter) not in assigned])
             for units, group in ((dense, of_dense), (experts, of_experts)):
                 if group is not None and group.fsdp_mesh().size() > 1:
                     self._all_reduces.append(GradientAllReduce(list(filter(None, units)), group.flat().get_group()))
@@ -186,7 +185,7 @@ class DataParallelGroup(NamedTuple):
 
 
 def groups_of(mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> tuple[DataParallelGroup, DataParallelGroup | None]:
-    """The group of the dense parameters, and that of the experts if it is another one."""
+    """The data-parallel groups of the dense parameters and of the experts, if the latter have their own."""
     experts = None if expert_mesh is None else DataParallelGroup(expert_mesh, "expert_shard")
     return DataParallelGroup(mesh, "dp_shard"), experts
 

@@ -19,13 +19,13 @@ from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.model import ParallelModel
 
 FIGURES = ("balance_loss", "router_z_loss", "min_expert_share", "max_expert_share", "expert_load_entropy")
-"""Of a step: both losses without their coefficients, summed over layers; the smallest and the largest share of a
-layer's tokens that an expert got, times the number of experts, so that 1 is the mean; the mean over layers of the
+"""Figures of a step: both losses without their coefficients, summed over layers; the smallest and the largest share of
+a layer's tokens that an expert got, times the number of experts, so that 1 is the mean; the mean over layers of the
 entropy of these shares, in units of its maximum."""
 
 
 class ExpertBalance:
-    """What a process does about its routers around each step. Without routers it does nothing."""
+    """Updates a process's routers before and after each step. Without routers it does nothing."""
 
     def __init__(self, model: ParallelModel, mesh: DeviceMesh) -> None:
         """The routers' weights and buffers must be allocated. Their buffers become rows of common tensors."""
@@ -54,13 +54,13 @@ class ExpertBalance:
     loss_factor: torch.Tensor
 
     def begin(self, loss_scale: torch.Tensor | float, num_tokens: torch.Tensor | float) -> None:
-        """Before a step's passes. ``num_tokens`` are those of the global batch that are not padding."""
+        """Call this before a step's passes. ``num_tokens``: tokens of the global batch that are not padding."""
         if self.routers:
             self.loss_factor.fill_(loss_scale / num_tokens)
 
     @torch.no_grad()
     def finish(self, skip: torch.Tensor) -> torch.Tensor:
-        """After a step's passes: take the loads over, and move the biases, unless ``skip`` (bool, a scalar).
+        """Call this after a step's passes: update loads and biases, unless ``skip`` (bool, a scalar).
 
         Returns:
             `FIGURES`, float64, equal on all ranks; empty if the model has no routers.

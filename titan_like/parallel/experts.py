@@ -36,7 +36,7 @@ from titan_like.torch_private import StridedShard
 
 
 def apply_expert_parallel(model: Transformer, mesh: DeviceMesh) -> None:
-    """Give each rank of the mesh as many consecutive experts of every layer. Changes the model in place.
+    """Give each rank of the mesh the same number of consecutive experts of every layer. Changes the model in place.
 
     A second dimension of the mesh has the tensor ranks that split each expert. The matrices become DTensors. Apply it
     before tensor parallelism, on the meta device or with equal weights on all ranks. The mesh's sizes must divide the
@@ -123,14 +123,14 @@ class Exchange(NamedTuple):
 def exchange_of(
     offsets: torch.Tensor, group: Group, tensor_group: Group | None, offsets_on_host: bool, microbatches: int = 1
 ) -> Exchange:
-    """Tell the ranks how many rows they will get. The host waits for what they tell.
+    """Exchange the numbers of rows that ranks will send each other. The host waits for them.
 
     Args:
         offsets: int32 [E], ends of each expert's rows among the rows of this rank, which are sorted by expert.
         group: the ranks, each of which holds E / ranks experts.
         tensor_group: the ranks that hold the other parts of the same experts, if they are split.
         offsets_on_host: whether to return the result's offsets on the host, or on the device.
-        microbatches: into as many parts of neighbouring ranks the offsets divide each expert's rows.
+        microbatches: number of parts, of neighbouring ranks, into which the offsets divide each expert's rows.
     """
     counts = offsets.diff(prepend=offsets.new_zeros(1)).view(group.size, -1)  # [to rank, experts of a rank]
     arriving = all_to_all(counts, group)  # [from rank, experts here]

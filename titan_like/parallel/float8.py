@@ -155,7 +155,7 @@ class Float8Experts:
     config: Float8LinearConfig
     emulates: bool
     group: Group | None = None  # tensor-parallel ranks that have other rows of the same microbatch and experts
-    expert_ranks: int = 1  # as many of them hold different experts
+    expert_ranks: int = 1  # number of these ranks that hold different experts
 
     def linear(self, x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """[rows, in] and [E, out, in] → [rows, out]."""
@@ -186,10 +186,10 @@ class Float8Experts:
         amax = amax.amax(1, keepdim=True) if self.is_tensorwise else amax
         if self.group is None:
             return amax
-        mine = self.group.rank % self.expert_ranks  # EP groups are neighbouring ranks
+        ep_rank = self.group.rank % self.expert_ranks  # EP groups are neighbouring ranks
         by_rank = amax.new_zeros(self.expert_ranks, *amax.shape)
-        by_rank[mine] = amax
-        return all_reduce(by_rank, self.group, "max")[mine]
+        by_rank[ep_rank] = amax
+        return all_reduce(by_rank, self.group, "max")[ep_rank]
 
     def by_expert(self, rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor, fast: bool) -> torch.Tensor:
         """Rows [n, k] times the matrices [E, k, m] of their experts → [n, m]."""

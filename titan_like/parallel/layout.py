@@ -196,7 +196,7 @@ _SMALL = 0.5  # gathered keys and values, relative to what else a layer keeps
 
 
 def best_method(model: TransformerConfig, size: int, tensor: int, may_be_ring: bool) -> Method:
-    """What ``auto`` stands for in CP groups of ``size`` ranks: the method that sends least and fits.
+    """Choose the method for ``auto`` in CP groups of ``size`` ranks: the one that sends least and fits.
 
     With h heads and k key-value heads of d elements, a layer moves 2kd elements a token of the sequence with
     all_gather, and (2h + 2k)d / size with ulysses. For each token of a CP shard, gathered keys and values are 2kd ·

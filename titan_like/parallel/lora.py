@@ -43,11 +43,11 @@ class Adapter(NamedTuple):
 
     @property
     def adapted_rows(self) -> list[int]:
-        """Of the matrices with an adapter, in each group."""
+        """Number of rows of each matrix with an adapter, in each group."""
         return [rows for rows, is_adapted in zip(self.rows, self.is_adapted, strict=True) if is_adapted]
 
     def shapes(self, linear: nn.Linear) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of A, [matrices · rank, in], and of B, [rows of these matrices, rank]."""
+        """The shapes of A, [matrices · rank, in], and B, [rows of these matrices, rank]."""
         adapted = self.adapted_rows
         rows = linear.out_features // sum(self.rows) * sum(adapted)
         return (len(adapted) * self.rank, linear.in_features), (rows, self.rank)
@@ -82,7 +82,7 @@ class AdaptedLinear(LinearGemms):
     def gemm(
         self, x: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """As in the base class. Of a layer that is split by columns, it is this rank's part of the sum."""
+        """As in the base class. If the layer is split by columns, the result is this rank's partial sum."""
         a, b = _local(self.lora_a), _local(self.lora_b)
         dropped = F.dropout(x, self.adapter.dropout) if self.training and self.adapter.dropout else x
         return super().gemm(x, weight, part, bias) + self.adapter.up(F.linear(dropped, a), b)
@@ -156,14 +156,14 @@ def check_adapters(config: TransformerConfig, section: LoRA, family: str) -> Non
     model = one_of_each(config)
     linears = {name for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)}
     require(linears, "lora.rank", section.rank, f"the layers of {family} have no linear modules; set it to 0")
-    stored = stored_linears(model.config)
-    sources = (weight.sources for name, weight in stored.items() if name.removeprefix("layers.") in linears)
+    weights = stored_linears(model.config).items()
+    sources = (weight.sources for name, weight in weights if name.removeprefix("layers.") in linears)
     # Without the layers' numbers: all layers of a kind are alike.
     names = {NUMBERED.sub("", name) for name in linears}
-    theirs = {NUMBERED.sub("", name.removesuffix(".weight")) for tensors in sources for name in tensors}
+    stored = {NUMBERED.sub("", name.removesuffix(".weight")) for tensors in sources for name in tensors}
     for pattern in section.modules:
-        reason = f'"{pattern}" fits no linear module of the layers; there are {", ".join(sorted(theirs or names))}'
-        require(any(_ends_as(pattern, name) for name in names | theirs), "lora.modules", section.modules, reason)
+        reason = f'"{pattern}" fits no linear module of the layers; there are {", ".join(sorted(stored or names))}'
+        require(any(_ends_as(pattern, name) for name in names | stored), "lora.modules", section.modules, reason)
     adapted = {name.split(".")[1] for name in adapters_of(model, section)}
     reason = "leaves out all modules of some layers; name one of every kind of layer"
     require(adapted == model.layers.keys(), "lora.modules", section.modules, reason)

@@ -33,7 +33,7 @@ def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The same ranks, by the ranks that hold the same experts. All processes of the job call it.
 
     EP groups are neighbours among the ranks of ``dp_shard`` and ``tp``, which all have different tokens. Where tensor
-    parallelism splits experts too, its groups are those of ``etp``.
+    parallelism splits experts too, ``etp`` is its dimension.
     """
     sizes = {"pp": layout.pipeline, "dp_replicate": layout.replicate, "expert_shard": layout.expert_shards}
     sizes |= {"ep": layout.expert} | ({"etp": layout.expert_tensor} if layout.expert_tensor > 1 else {})

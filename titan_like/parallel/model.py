@@ -170,13 +170,13 @@ def sum_gradients_of_copies(model: ParallelModel, group: dist.ProcessGroup, rank
         assert len(gradients) == len(held), "a copy received no gradient"
         if not gradients:
             continue
-        mine = gradients[0]
+        local_sum = gradients[0]
         for other in gradients[1:]:
-            mine += other
-        parts = {pp_rank: mine}
+            local_sum += other
+        parts = {pp_rank: local_sum}
         for rank in sorted({ranks[stage] for stage in stages} - {pp_rank}):
-            parts[rank] = torch.empty_like(mine)
-            exchange.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
+            parts[rank] = torch.empty_like(local_sum)
+            exchange.append(dist.P2POp(dist.isend, local_sum, group=group, group_peer=rank))
             exchange.append(dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank))
         sums.append((gradients, parts))
     for work in dist.batch_isend_irecv(exchange) if exchange else []:

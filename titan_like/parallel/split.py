@@ -26,9 +26,9 @@ class StageLayers:
 
 def layers_per_stage(config: JobConfig, model: TransformerConfig, num_stages: int) -> list[int]:
     """Number of layers in each stage: `parallelism.pipeline_layers` if given, else balanced."""
-    given = config.parallelism.pipeline_layers
-    if given:
-        return given
+    counts = config.parallelism.pipeline_layers
+    if counts:
+        return counts
     length = sample_length(config, model)
     layers, output = layer_costs(model, length.encoder, length.decoder)
     if len(set(layers)) == 1:
@@ -57,7 +57,8 @@ def balanced_costs(costs: Sequence[float], num_stages: int, last_extra: float) -
     # For each number of layers: the best split of the first ones into the stages so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
-        extra, left = last_extra * (stage == num_stages - 1), num_stages - 1 - stage
+        left = num_stages - 1 - stage
+        extra = 0.0 if left else last_extra
         following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in range(stage + 1, len(costs) - left + 1) if left else [len(costs)]:
             choices = []

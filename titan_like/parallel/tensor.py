@@ -1,6 +1,6 @@
 """Tensor parallelism: several processes share each layer (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 
-Each family's module `sharding` says, as plain data, which modules are split and how.
+Each family's module `sharding` lists, as plain data, which modules are split and how.
 
 | | between layers | forward, per layer | backward, per layer |
 |---|---|---|---|
@@ -81,7 +81,7 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
                 f'the tensor-parallel plan gives {pattern} an unknown style "{style}"; use one of {", ".join(STYLES)}'
             )
         matching = [name for name in names if matches_name(pattern, name)]
-        # Of a module that the stage lacks as a whole, another stage knows the parts.
+        # If the stage lacks a module as a whole, only another stage has the names of its parts.
         is_absent = pattern.partition(".")[0] in left_out | model.absent
         is_elsewhere = is_absent or any(matches_name(pattern, name) for name in model.absent)
         if not matching and not is_elsewhere:
@@ -98,7 +98,7 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
 
 
 def matches_name(pattern: str, name: str) -> bool:
-    """Whether a plan's pattern is for the module of this name: `*` stands for any one part between dots."""
+    """Whether a plan's pattern is for the module of this name: `*` matches one part between dots."""
     patterns, names = pattern.split("."), name.split(".")
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))
 
@@ -106,13 +106,16 @@ def matches_name(pattern: str, name: str) -> bool:
 def partial_parameters(model: Transformer) -> list[nn.Parameter]:
     """The parameters whose gradients are partial.
 
-    Sequence parallelism leaves those of norms, position embeddings, and biases that are added after a reduce-scatter;
-    norms of heads, and the half of an adapter that is not split, are partial in any case.
+    With sequence parallelism these are norms, position embeddings, and biases that are added after a reduce-scatter.
+    Norms of heads, and the half of an adapter that is not split, are partial in any case.
     """
-    split = [m for m in model.modules() if isinstance(m, TensorParallel)]
-    names = [(m, {*m.always_partial, *m.partial_gradients * m.sequence_parallel}) for m in split]
-    named_partial = ((partial, *named) for m, partial in names for named in m.named_parameters(recurse=False))
-    return [parameter for partial, name, parameter in named_partial if name in partial and parameter.requires_grad]
+    parameters = []
+    for module in model.modules():
+        if isinstance(module, TensorParallel):
+            partial = {*module.always_partial, *(module.partial_gradients if module.sequence_parallel else ())}
+            named = module.named_parameters(recurse=False)
+            parameters += [p for name, p in named if name in partial and p.requires_grad]
+    return parameters
 
 
 @torch.no_grad()

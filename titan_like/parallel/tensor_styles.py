@@ -73,7 +73,7 @@ class TensorParallel(nn.Module):
 
 
 class Style(ParallelStyle):
-    """What a name in a plan stands for, as `parallelize_module` takes it."""
+    """The style of a name in a plan, for `parallelize_module`."""
 
     def __init__(self, kind: type[TensorParallel], sequence_parallel: bool) -> None:
         self.kind, self.sequence_parallel = kind, sequence_parallel
@@ -298,7 +298,7 @@ class VocabularyLoss(TensorParallel):
 
 
 def combine(group: Group, parts: torch.Tensor) -> torch.Tensor:
-    """Each rank's [2, positions], log of its part of the denominator and label's logit or 0 → those of all ranks."""
+    """Each rank's [2, positions], log of its part of the denominator and label's logit or 0 → of all ranks."""
     denominators, targets = all_gather(parts[None], 0, group).unbind(1)  # each [ranks, positions]
     return torch.stack((denominators.logsumexp(0), targets.sum(0)))
 

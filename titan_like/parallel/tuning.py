@@ -10,14 +10,14 @@ from titan_like.parallel.split import GRADIENT_UNIT_BYTES
 
 @dataclass(frozen=True)
 class Tuning:
-    """Small runs that stand for large ones take smaller pieces, so that they have as many of them.
+    """Small runs that represent large ones use smaller pieces, so that they have as many pieces.
 
     Other sizes change the order of sums, and `initial_elements` the initial weights.
     """
 
     layer_bytes: int | None = None  # of the layers that share a unit of communication; None: `LAYER_UNIT_BYTES`
     gradient_bytes: int = GRADIENT_UNIT_BYTES  # of gradients in a 16-bit dtype that wait to be added up
-    loss_logits: int | None = None  # of a chunk of the loss; None: as many as suit the device
+    loss_logits: int | None = None  # of a chunk of the loss; None: chosen by device
     offload_bytes: int = 1 << 20  # of the smallest tensor that `activation_checkpoint.offload` moves to the host
     layers_on_device: int = 1  # of the model's last layers, which keep their tensors then
     initial_elements: int = BLOCK_ELEMENTS  # of initial weights that one generator draws

@@ -1,4 +1,4 @@
-"""Split backward passes: the gradients of activations come first, those of weight matrices later.
+"""Split backward passes: gradients of activations come first, gradients of weight matrices later.
 
 Zero-bubble schedules (arXiv 2401.10241) fill idle time with the second part, because no other process waits for it. The
 second part consists of the products of each linear layer's input and output gradient. Small gradients (of biases, norms

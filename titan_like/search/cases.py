@@ -160,7 +160,7 @@ def own_profile(processes: int, place: Place) -> Profile:
 def planned_cases(
     config: JobConfig, profiles: Mapping[int, Profile | None], fixed: frozenset[str], top: int
 ) -> list[Case]:
-    """The planner's best layouts for each number of processes, with its profile; None stands for the GPU's own.
+    """The planner's best layouts for each number of processes, with its profile (None: the GPU's own).
 
     Keys in ``fixed`` stay as the configuration has them.
     """

@@ -1,4 +1,4 @@
-"""Measures one layout after the other, keeps each result, and goes on where a search that was ended left off."""
+"""Measures one layout after the other, stores each result, and resumes a search that was interrupted."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Search:
         print(line(row) + (f"  time left {format_duration(left)}" if left else ""), flush=True)
 
     def _seconds_left(self) -> float:
-        """Seconds for the cases that are not done, each as long as the last trial with as many processes."""
+        """Seconds left, if each case takes as long as the last trial with the same number of processes."""
         took = {result["processes"]: result["seconds"] for result in self.results.values()}
         left = [case.processes for case in self.cases if next(self._unknown(case), None)]
         return sum(took.get(processes, max(took.values())) for processes in left)

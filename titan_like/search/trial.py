@@ -1,4 +1,4 @@
-"""One trial: some steps of training in a layout, under a torchrun of its own, and what became of it."""
+"""One trial: some steps of training in a layout, under a torchrun of its own, and its outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_MEMORY = ("enough memory", "allocate memory", "out of memory", "bad_alloc", 
 
 @dataclass(frozen=True)
 class Plan:
-    """How trials are measured. A search goes on only with the same plan."""
+    """How trials are measured. A search resumes only with the same plan."""
 
     warmup: int  # steps before the measured ones
     steps: int

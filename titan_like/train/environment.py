@@ -49,9 +49,9 @@ def _check_launcher() -> None:
     for name, launcher in counts.items():
         if variables.get(name, "1") not in ("", "1"):
             hint = "start one torchrun a machine, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            given = " (the first three from SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS)" if launcher == "srun" else ""
+            slurm = " (the first three from SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS)" if launcher == "srun" else ""
             reason = f"{launcher} has started as many processes, which only meet through torchrun's variables; {hint}"
-            raise ConfigError(f"environment variable {name}", variables[name], reason + given)
+            raise ConfigError(f"environment variable {name}", variables[name], reason + slurm)
 
 
 def check_meeting() -> None:
@@ -65,7 +65,7 @@ def check_meeting() -> None:
 
 
 def is_one_of_several() -> bool:
-    """Whether the environment tells the process to rendezvous at MASTER_ADDR. Otherwise it runs alone."""
+    """Whether the environment has all variables for a rendezvous at MASTER_ADDR. Otherwise the process runs alone."""
     return all(os.environ.get(name) for name in _MEETING)
 
 

@@ -55,7 +55,7 @@ class LossWatch:
         guess: float = math.inf,
         levels: Mapping[str, float] | None = None,
     ) -> None:
-        """A run that resumes gives what its checkpoint has of these."""
+        """A run that resumes passes these values from its checkpoint."""
         self.section = section
         self.consecutive_skips = consecutive_skips
         # "since", the step from which the run has diverged, or 0, and the "first" and "lowest" loss as far as known.
@@ -89,7 +89,7 @@ class LossWatch:
         self._recent = torch.where(skipped, self._recent, appended)
 
     def count(self, step: int, loss: float, skipped: bool, has_labels: bool = True) -> None:
-        """Count, on the host, steps without an update and bad steps; a `RunError` if [health] allows no more."""
+        """Count, on the host, skipped updates and bad steps; a `RunError` if [health] allows no more."""
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         most = self.section.max_consecutive_skips
         if self.consecutive_skips >= most:
@@ -124,7 +124,7 @@ class LossWatch:
             levels["since"] = bad[0]
 
     def described(self) -> str | None:
-        """A sentence that says in numbers that the run has diverged; None if it has not."""
+        """One sentence with figures if the run has diverged, else None."""
         if not self.levels["since"]:
             return None
         losses = [loss for _, loss, _ in self._last if not math.isnan(loss)]

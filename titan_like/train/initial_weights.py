@@ -50,9 +50,9 @@ def check_initial_weights(config: JobConfig, model: TransformerConfig) -> None:
     free = free_fields(config, model, start)
     values = plain(model.model_dump(mode="json"))
     for name in type(model).model_fields:
-        value, theirs = values.get(name), start.shape.get(name)
-        reason = f"{path} holds weights of a model with {theirs}; set it to that, or name another {key}"
-        require(name in free or theirs == value, f"model.overrides.{name}", value, reason)
+        value, stored_value = values.get(name), start.shape.get(name)
+        reason = f"{path} holds weights of a model with {stored_value}; set it to that, or name another {key}"
+        require(name in free or stored_value == value, f"model.overrides.{name}", value, reason)
 
 
 def _key(config: JobConfig) -> str:
@@ -72,14 +72,14 @@ def with_base(config: JobConfig, state: RunState) -> JobConfig:
 
 
 def check_base(config: JobConfig, state: RunState) -> None:
-    """Refuse to go on with adapters on other weights than those that they were trained on."""
+    """Refuse to resume adapters on other weights than they were trained on."""
     text, base = config.checkpoint.initial_load_path, state.base
     reason = f"the adapters of step {state.step} were trained on {base.get('folder')}, and these are others; name that"
     require(base_state(str(text))["fingerprint"] == base.get("fingerprint"), _key(config), text, reason)
 
 
 def base_state(path: str) -> dict[str, str]:
-    """What `RunState.base` says of the weights, and of a PEFT folder, that `checkpoint.initial_load_path` names."""
+    """`RunState.base` for the weights, or the PEFT folder, that `checkpoint.initial_load_path` names."""
     adapters = {"adapters": path} if is_peft(local_folder(path, _KEY)) else {}
     return {"folder": base_of(path, _KEY), "fingerprint": fingerprint(initial_folder(path))} | adapters
 
@@ -98,7 +98,7 @@ def load_adapters(path: str, model: ParallelModel, section: LoRA) -> None:
 
 
 def load_initial_weights(path: str, model: ParallelModel, ignore: Collection[str] = ()) -> None:
-    """Read weights into a model in any layout. Every rank reads its part; a `RunError` says if files are damaged."""
+    """Read weights into a model in any layout. Every rank reads its part. Damaged files raise a `RunError`."""
     folder, may_lack = initial_folder(path), model.stages[0].module.may_be_new
     try:
         if is_checkpoint(folder):

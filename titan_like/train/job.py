@@ -1,4 +1,4 @@
-"""One process of a training job, from start to end."""
+"""Runs one process of a training job, from rendezvous to exit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from titan_like.checkpoint.loader import hold_folder
 from titan_like.checkpoint.step_folders import release
 from titan_like.config.errors import ConfigError, first_line
 from titan_like.train.environment import is_one_of_several
+from titan_like.train.log import StepCallback
 from titan_like.train.memory import MemoryWatch
 from titan_like.train.setup import Run, out_of_memory_names
 from titan_like.train.signals import StopSignals
-from titan_like.train.trainer import StepCallback, Trainer
+from titan_like.train.trainer import Trainer
 from titan_like.train.watchdog import Watchdog
 
 _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback | None = None) -> None:
-    """Join the process group and train to the end of the run, or raise a `ConfigError` or `RunError` that says why not.
+    """Join the process group and train to the end of the run, or raise a `ConfigError` or `RunError` with the reason.
 
     Args:
         run: a checked run.
@@ -38,10 +39,11 @@ def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback
         hold_folder("job.dump_folder", dump, dump / "run")  # `Trainer` locks the folder of checkpoints
         memory, hint = MemoryWatch(run), "choose a smaller model or more processes"
         with out_of_memory_names("model.flavor", run.config.model.flavor, lambda _: hint):
-            trainer = Trainer(run, callback, memory)
-        trainer.signals = stop
-        watchdog.progress = lambda: (trainer.step, trainer.num_actions)
-        watchdog.is_starting = lambda: trainer.step == trainer.start_step
+            trainer = Trainer(run, callback, memory, stop)
+        # Passes, sends and receives grow as long as training and evaluation make progress.
+        scorer = trainer.validator.scorer
+        watchdog.progress = lambda: (trainer.state.step, trainer.pipeline.num_actions + scorer.num_actions)
+        watchdog.is_starting = lambda: trainer.state.step == trainer.state.start_step
         size = run.config.training.micro_batch_size
         with out_of_memory_names("training.micro_batch_size", size, memory.account):
             trainer.train()

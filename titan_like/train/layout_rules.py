@@ -1,4 +1,4 @@
-"""Rules that say which layouts suit a model, each of which raises a `ConfigError` that says what to change."""
+"""Rules about layouts and models. Each raises a `ConfigError` with a hint if it is broken."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class MemoryWatch(Observer):
         parameters, held = list(self.trainer.model.parameters()), Counter[str]()
         held["parameters"] = local_bytes(parameters)
         held["gradients"] = local_bytes(p.grad for p in parameters if p.grad is not None)
-        states = (value for state in self.trainer.optimizer.state.values() for value in state.values())
+        states = (value for state in self.trainer.state.optimizer.state.values() for value in state.values())
         held["optimizer state"] = local_bytes(value for value in states if torch.is_tensor(value))
         allocated = torch.cuda.memory_allocated()
         held["activations, gathered weights and other tensors"] = allocated - held.total()

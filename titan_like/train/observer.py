@@ -35,7 +35,7 @@ class Observer:
         """A step, the update included, has been issued."""
 
     def read_step(self, record: StepRecord) -> None:
-        """The host has read a step's numbers. The loop ends after it if this sets the trainer's `stop_signal`."""
+        """The host has read a step's numbers. The loop ends after it if this sets `trainer.signals.agreed`."""
 
     def end_validation(self, losses: Mapping[str, float]) -> None:
-        """A validation with this "loss" has ended. The loop ends after it if this sets the trainer's `stop_signal`."""
+        """A validation with this "loss" has ended. The loop ends after it if this sets `trainer.signals.agreed`."""

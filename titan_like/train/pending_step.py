@@ -28,7 +28,7 @@ _SINGLE_VALUES = len(StepValues._fields) - 1
 
 @dataclass(frozen=True)
 class PendingStep:
-    """What the host knows about a step without waiting for the device."""
+    """A step that the host has issued, with all that the host can tell without waiting for the device."""
 
     step: int
     lr: float

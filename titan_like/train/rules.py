@@ -1,6 +1,6 @@
 """Rules that involve several settings, checked before any process group starts.
 
-Each check raises a `ConfigError` if its rule is broken, with a sentence that says what to change.
+Each check raises a `ConfigError` with a hint if its rule is broken.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _errors_of(rules: list[Callable[[], object]]) -> Iterator[ConfigError]:
 def resolve_settings(config: JobConfig, world_size: int | None = None) -> Settings:
     """Resolve the model and the layout of a run, and check all rules; a `ConfigError` has a line for each broken one.
 
-    ``world_size`` None means as many processes as the environment variables say. Imports torch only for rules of
+    ``world_size`` None: the number of processes is read from environment variables. Imports torch only for rules of
     adapters and of split positions.
     """
     resolved: dict[str, Any] = {"model": None, "layout": None}
@@ -144,7 +144,7 @@ def _check_length(config: JobConfig) -> None:
     check_length(training)
     is_stream = format_of(config.data.dataset).is_stream
     require(not is_stream or training.epochs is None, "training.epochs", training.epochs, NO_EPOCHS)
-    # Else `check_schedule` knows with which batch size the run began, or how many samples an epoch has.
+    # Otherwise `check_schedule` checks it, with the batch size of the run's start and the samples of an epoch.
     if not config.checkpoint.enable and training.epochs is None:
         check_decay(config.lr_scheduler, schedule_length(training))
 

@@ -96,7 +96,7 @@ class Run(Settings):
 
 
 def describe_run(run: Run) -> str:
-    """One line that says what is trained, on how many processes and in which layout."""
+    """One line about the model, the processes and the layout."""
     processes = f"{run.layout.num_processes} process{'es' if run.layout.num_processes > 1 else ''} on {run.device.type}"
     trained = adapter_parameters(run.model, run.config.lora)
     size = describe_parameters(run.model.num_parameters(), run.model.active_parameters, trained)

@@ -19,7 +19,7 @@ class StopSignals:
     """Context manager that handles the signals that ask a run to stop. On exit it restores the previous handlers.
 
     Until `can_save` is set, a signal ends the process at once, with one line. From then on a signal is only
-    stored in `received`, so that the trainer saves and stops after its step. A second request ends the process.
+    stored in `received`, so that all ranks save and stop after the same step. A second request ends the process.
 
     Python runs signal handlers in the main thread, between two bytecodes, so a collective or a compilation may delay
     them for minutes. A separate thread therefore acts on signals. Python's C-level handler wakes it by writing the
@@ -32,6 +32,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0  # number of the first signal that was stored
+        self.agreed = 0  # the signal on which all ranks stop after this step; they exchange it once a step
         self.asks_for_snapshot = False  # the trainer's observer resets it
         self.can_save = False  # the trainer sets this after the first step
         self._when = 0.0

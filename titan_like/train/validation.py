@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.config.errors import ConfigError, RunError, first_line, require
+from titan_like.config.errors import RunError, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch, num_labels, to_device
 from titan_like.data.loading.lengths import sample_length
@@ -19,10 +21,11 @@ from titan_like.data.objectives.masks import Masks
 from titan_like.data.source import Source
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.tasks import run_tasks
-from titan_like.metrics.console import format_validation
+from titan_like.metrics.console import Console
 from titan_like.metrics.record import named_losses
-from titan_like.metrics.writers import RunEnd, Writer
+from titan_like.metrics.run_files import METRICS_FILE, lacks_validation
 from titan_like.parallel.model import ModelOutput, WholeModel
+from titan_like.train.microbatches import take_microbatches
 from titan_like.train.observer import Observer
 from titan_like.train.setup import Run, open_run_data
 from titan_like.train.signals import StopSignals
@@ -40,8 +43,8 @@ class Stopped(Exception):  # noqa: N818  # it is no error
 
 def _load(config: JobConfig, scorer: Scorer, dataset: Source, masks: Masks, repeats: bool = False) -> BackgroundLoader:
     """This rank's part of the first `evaluation.steps` global batches."""
-    rows, wanted = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
-    last_sample = -(-min(len(dataset), wanted) // (rows * scorer.dp_size)) * rows * scorer.dp_size
+    rows, num_samples = config.training.micro_batch_size, config.evaluation.steps * config.training.global_batch_size
+    last_sample = -(-min(len(dataset), num_samples) // (rows * scorer.dp_size)) * rows * scorer.dp_size
     sampler = GlobalSampler(0, rows, scorer.dp_rank, scorer.dp_size, last_sample=last_sample)
     return BackgroundLoader(masks.over(dataset), sampler, config.data.num_workers, scorer.device, repeats=repeats)
 
@@ -52,8 +55,8 @@ def _mean_losses(
 ) -> tuple[dict[str, float], torch.Tensor]:
     """The mean loss and its terms, with dropout off, of the microbatches that ``take`` reads, up to a number at once.
 
-    The loss leaves out that of multi-token prediction, which is a loss of training. The tensor, [2, predictions], has
-    the sum of each prediction's losses and the number of its labels.
+    The loss leaves out multi-token prediction, which is only trained. The tensor, [2, predictions], has the sum of each
+    prediction's losses and the number of its labels.
     """
     training, predictions = scorer.config.training, scorer.shape.predictions
     dtype = torch.promote_types(getattr(torch, training.dtype), torch.float32)
@@ -98,92 +101,64 @@ def score_held_out(scorer: Scorer) -> dict[str, dict[str, float]]:
     return results
 
 
-class ValidatedState(TrainingState):
-    """A run's state, and how well its model does on held-out samples and on tasks."""
+class Validator:
+    """Evaluates a run's model on held-out samples and on tasks, in step with training."""
 
-    def __init__(self, run: Run, observer: Observer) -> None:
-        super().__init__(run)
-        self.observer = observer
-        self.signals = StopSignals()  # inactive until the caller replaces it by one that handles signals
-        self.stop_signal = 0  # the signal that any rank had received when ranks last told each other
-        self.validation_is_finite = True  # the summed losses of the last one
-        self.validation_data: BackgroundLoader | None = None  # its processes are started once
-        self.scorer = Scorer(self.config, self.model, self.mesh, run.device, one_length=self.config.compile.enable)
-        self.writers: list[Writer] = []
+    def __init__(
+        self, run: Run, pipeline: Pipeline | WholeModel, mesh: DeviceMesh,
+        observer: Observer, signals: StopSignals, console: Console,
+    ) -> None:  # fmt: skip
+        self.run, self.config, self.pipeline, self.model = run, run.config, pipeline, pipeline.model
+        self.observer, self.signals, self.console = observer, signals, console
+        self.scorer = Scorer(self.config, self.model, mesh, run.device, one_length=self.config.compile.enable)
+        self.is_finite = True  # whether the summed losses of the last validation are
+        self._data: BackgroundLoader | None = None  # of the validation split; its processes are started once
 
-    def _close_writers(self, error: BaseException | None) -> RunEnd:
-        """Close the writers of a run that ends, because of the ``error`` if there is one, and return how it ends."""
-        validation = None if self.validation_is_finite else "the loss of the last validation is not finite"
-        reasons = filter(None, (self.losses.described(), validation))
-        end = RunEnd(0, self.stop_signal if self.step < self.total_steps else 0, "; ".join(reasons))
-        if error is not None:
-            end = RunEnd(2 if isinstance(error, ConfigError) else 1, 0, f"{type(error).__name__}: {first_line(error)}")
-        for writer in self.writers:
-            writer.close(end)
-        return end
-
-    @property
-    def num_actions(self) -> int:
-        """Passes, sends and receives so far, which grow as long as training and evaluation make progress."""
-        return self.pipeline.num_actions + self.scorer.num_actions
-
-    def _validates(self) -> bool:
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether the model is validated after ``step``."""
         interval = self.config.evaluation.interval
-        return interval > 0 and (self.step % interval == 0 or self.step == self.total_steps)
+        return interval > 0 and (step % interval == 0 or step == total_steps)
 
-    def _log_validation(self) -> None:
-        """Validate and add the figures to what is logged about the step. A signal that asks to stop ends this."""
+    def is_overdue(self, state: TrainingState) -> bool:
+        """Whether a signal or a failure ended the validation that was due after the checkpoint's step. All ranks agree.
+
+        The metrics of that step then lack its figures.
+        """
+        if state.step == 0 or not self.is_due(state.step, state.total_steps):
+            return False
+        metrics = Path(self.config.job.dump_folder, METRICS_FILE)
+        return self._largest(dist.get_rank() == 0 and lacks_validation(metrics, state.run_id, state.step)) > 0
+
+    def run_all(self) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+        """The losses of every split, and the figures of the tasks. Raises `Stopped` if a rank has received a signal."""
+        splits = [name for name, source in self.run.datasets.items() if name != "train" and len(source) > 0]
         try:
             self._leave_if_stopped()
-            splits = [name for name, source in self.run.datasets.items() if name != "train" and len(source) > 0]
-            self.validation_is_finite = True
-            losses = {split: self.validate(split) for split in splits}
-            evaluation = self.evaluate()
+            self.is_finite = True
+            return {split: self.validate(split) for split in splits}, self.evaluate()
         except Stopped:
             self.model.train()
             self.model.free_gathered_parameters()
-            self.console.print(f" a signal leaves the validation at step {self.step} to the resumed run")
-            return
-        values = dict(evaluation)
-        for split, terms in losses.items():
-            results = {f"validation_{name}{split.removeprefix('validation')}": loss for name, loss in terms.items()}
-            self.console.print(format_validation(self.step, results))
-            values |= results
-        if evaluation:
-            self.console.print(format_validation(self.step, evaluation))
-        for writer in self.writers:
-            writer.write(self.step, values)
-
-    def _leave_if_stopped(self) -> None:
-        """Raise `Stopped` if any rank has received a signal. All ranks call it between two batches of a validation."""
-        self.stop_signal = self._largest(self.signals.received)
-        if self.stop_signal:
-            raise Stopped
-
-    def _largest(self, number: int) -> int:
-        """The largest of all ranks' numbers. This waits for the device."""
-        numbers = torch.tensor([number], device=self.run.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        return int(numbers.item())
+            raise
 
     def validate(self, split: str = "validation") -> dict[str, float]:
         """Mean loss, in nats per token, and its terms, of a split. Raises `Stopped` if a rank has received a signal."""
-        repeats = split == "validation"  # the processes that read sets, which may be many, end with each validation
-        data = self.validation_data if repeats else None
+        is_kept = split == "validation"  # the processes that read sets, which may be many, end with each validation
+        data = self._data if is_kept else None
         if data is None:
-            data = _load(self.config, self.scorer, self.run.datasets[split], self.run.masks, repeats)
-            self.validation_data = data if repeats else self.validation_data
+            data = _load(self.config, self.scorer, self.run.datasets[split], self.run.masks, repeats=is_kept)
         else:
             data.start()
+        if is_kept:
+            self._data = data
 
         def take(count: int) -> list[Batch]:
             self._leave_if_stopped()
-            return self._take(data, count)
+            return take_microbatches(data, count, self.scorer.cp_shard, self.run.device, self.observer)
 
         with closing(data):
             losses, total = _mean_losses(self.scorer, self.pipeline, take)
-        self.validation_is_finite &= bool(total[0].isfinite().all())
+        self.is_finite &= bool(total[0].isfinite().all())
         if 0 in total[1]:
             self.console.print(f" the samples for validation {NO_LABELS}")
         self.observer.end_validation(losses)
@@ -199,15 +174,19 @@ class ValidatedState(TrainingState):
             if isinstance(value, float)
         }
 
-    def _take(self, data: Iterator[Batch], count: int) -> list[Batch]:
-        """The next microbatches, up to ``count``: this process's CP shards, on its device."""
-        shards = []
-        for batch in islice(data, count):
-            self.observer.take_batch(batch)
-            shards.append(self.cp_shard.shard(to_device(batch, self.run.device)))
-        return shards
+    def close(self) -> None:
+        """End the processes that read data."""
+        self._data = None
 
-    def _sum_over_samples(self, value: torch.Tensor) -> None:
-        """Sum in place over samples, their CP shards and stages. Only the last stage's ranks have values but zero."""
-        for group in self.scorer.groups:
-            dist.all_reduce(value, group=group)
+    def _leave_if_stopped(self) -> None:
+        """Raise `Stopped` if any rank has received a signal. All ranks call it between two batches of a validation."""
+        self.signals.agreed = self._largest(self.signals.received)
+        if self.signals.agreed:
+            raise Stopped
+
+    def _largest(self, number: int) -> int:
+        """The largest of all ranks' numbers. This waits for the device."""
+        numbers = torch.tensor([number], device=self.run.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers.item())

@@ -55,7 +55,7 @@ class Watchdog:
     If a rank makes no progress for ``timeout`` seconds, because it hangs or waits for one that does, or if it loses a
     connection because another rank has died, stderr names the rank at fault and the process ends with exit code 1.
     torchrun can then restart the job. Only such ranks look at the others, and a rank that makes progress is never
-    named, so a job whose steps advance is never ended. The thread goes on after any error except the loss of the store.
+    named, so a job whose steps advance is never ended. The thread survives any error except the loss of the store.
 
     Use it as a context manager. A timeout of 0 switches it off.
     """
@@ -95,8 +95,8 @@ class Watchdog:
         if not self._is_on:
             return
         # An error in communication usually means that another rank has died. The thread then names that one.
-        is_told = isinstance(error, _WITH_SENTENCE)
-        self._has_lost_connection = not is_told and any(word in str(error).lower() for word in _COMMUNICATION)
+        is_reported = isinstance(error, _WITH_SENTENCE)
+        self._has_lost_connection = not is_reported and any(word in str(error).lower() for word in _COMMUNICATION)
         if self.size > 1 and isinstance(error, Exception) and self._has_lost_connection:
             self._thread.join(4 * self.period)
         self._ended.set()
@@ -123,14 +123,14 @@ class Watchdog:
         if progress != self._seen:
             self._seen, self._since = progress, now
         self._number += 1
-        where, waits, failure = *self._current_position(), None
+        where, waits = self._current_position()
+        failure = None
         if error is not None:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            (where, _), waits, failure = position(frame), False, f"{type(error).__name__}: {first_line(error)}"
-            failure = "" if isinstance(error, _WITH_SENTENCE) else failure
-        heartbeat = Heartbeat(
-            self._number, self._step, now - self._since, where, waits, self._host, self._pid, failure
-        )  # fmt: skip
+            where, waits = position(frame)[0], False
+            failure = "" if isinstance(error, _WITH_SENTENCE) else f"{type(error).__name__}: {first_line(error)}"
+        seconds = now - self._since
+        heartbeat = Heartbeat(self._number, self._step, seconds, where, waits, self._host, self._pid, failure)
         self._store.set(str(self.rank), json.dumps(asdict(heartbeat)))
 
     def _current_progress(self) -> object:
@@ -215,8 +215,8 @@ def find_fault(
         return f"{_ranks(unknown)} never sent a first heartbeat"
     silent = [rank for rank in after if rank in before and before[rank].number == after[rank].number]
     if silent:
-        # A silent rank's last heartbeat may be several steps old. Its true step is that of the others, because every
-        # step needs all ranks.
+        # A silent rank's last heartbeat may be several steps old. Its true step is the same as the others', because
+        # every step needs all ranks.
         step = max(beat.step for beat in after.values())
         return f"{_ranks(silent)} died or was stopped {replace(after[silent[0]], step=step).described()}"
     # Ranks that are a step ahead wait for those behind, so only the latter can be at fault. Among these, one that waits
@@ -227,10 +227,10 @@ def find_fault(
         return None
     working = {rank: beat for rank, beat in candidates.items() if not beat.waits}
     rank, beat = max((working or candidates).items(), key=lambda item: item[1].seconds)
-    others = "" if size == 1 else f"; the other {size - 1} wait for it"
+    consequence = "" if size == 1 else f"; the other {size - 1} wait for it"
     if not working and len(candidates) > 1:
-        others = f"; {len(candidates)} ranks wait for one another"
-    return f"rank {rank} has hung for {beat.seconds:.0f} s {beat.described()}{others}"
+        consequence = f"; {len(candidates)} ranks wait for one another"
+    return f"rank {rank} has hung for {beat.seconds:.0f} s {beat.described()}{consequence}"
 
 
 def position(frame: FrameType | None) -> tuple[str, bool]:

@@ -15,14 +15,14 @@ class _Callable(ModuleType):
     """Makes `titan_like.verify` both the package and the function of the Python API."""
 
     def __call__(self, config: JobConfig, **options: Any) -> Verdict:
-        """Verify a configuration's layout on processes of this machine; `verifier_of` has the options.
+        """Verify a configuration's layout on processes of this machine, with the `Options` of `titan-verify`.
 
         Raises:
-            ConfigError: there is no valid layout, or there are fewer GPUs than processes.
+            ConfigError: an option is out of range, there is no valid layout, or there are fewer GPUs than processes.
         """
-        from titan_like.verify.verify import verifier_of
+        from titan_like.verify.verify import Options, verifier_of
 
-        return verifier_of(config, **options).verify()
+        return verifier_of(config, Options(**options)).verify()
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -136,12 +136,12 @@ class Reference:
 
     def part(self, key: Key, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This process's part of ``value``, and the same part of the reference's tensor."""
-        file, shard, expected = _opened(self.file), local(value), []
+        file, expected = _opened(self.file), []
         for part, offset in local_parts(value):
             bounds = tuple(slice(start, start + length) for start, length in zip(offset, part.shape, strict=True))
             expected.append(file.get_slice(str(key))[bounds] if bounds else file.get_tensor(str(key)))
         joined = torch.cat(expected) if len(expected) > 1 else expected[0]
-        return shard, joined.to(shard.device)
+        return local(value), joined.to(value.device)
 
 
 @cache

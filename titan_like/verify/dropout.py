@@ -73,7 +73,7 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
         result = draw()
         if torch.equal(before, generator.get_state()):  # nothing is drawn in validation
             return result
-        event = sites[-1], is_attention, is_in_backward_pass(), trainer.step + 1
+        event = sites[-1], is_attention, is_in_backward_pass(), trainer.state.step + 1
         number = sum((draw.site, draw.is_attention, draw.is_recomputed, draw.step) == event for draw in draws)
         place = f"after {event[0]} in step {event[3]}, data rank {data_rank}, microbatch {number}"
         kept, keys = drawn != 0, drawn.shape[-1] if is_attention else 1

@@ -107,7 +107,7 @@ class NarrowWatch(LayoutWatch):
             if isinstance(exact, torch.Tensor):
                 # Squares below the smallest normal number lose digits.
                 size, floor = exact.double().norm().item() or 1.0, math.sqrt(exact.numel()) * 1e-37
-                off = distance(_gathered(self.trainer.optimizer.state[parameter][name]), exact.double()) / size
+                off = distance(_gathered(self.trainer.state.optimizer.state[parameter][name]), exact.double()) / size
                 self.report.add(key, off, _STATE_ROUNDINGS * EPS[SINGLE] + floor / size, name)
 
 
@@ -241,9 +241,9 @@ class HalfWatch(NarrowWatch):
         bit show that the first used old weights, which may be too near the new ones for a tolerance to find. Some
         kernels of GPUs add in any order.
         """
-        trainer, report, step, resumed_watch = self.trainer, self.report, self.trainer.step, Watch()
+        trainer, report, step, resumed_watch = self.trainer, self.report, self.trainer.state.step, Watch()
         resumed = Trainer(trainer.run, observer=resumed_watch)
-        scalers = trainer.scaler, resumed.scaler
+        scalers = trainer.state.scaler, resumed.state.scaler
         old, new = (scaler and (scaler.scale.item(), int(scaler.good_steps)) for scaler in scalers)
         report.require(old == new, Key(step, Row.RESUMED, "loss scale"), f"{new}, not {old}")
         for (name, parameter), copy in zip(trainer.model.named_parameters(), resumed.model.parameters(), strict=True):
@@ -263,7 +263,7 @@ class HalfWatch(NarrowWatch):
 
 
 def _bits(trainer: Trainer, parameter: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, str]]:
-    state = {"weights": parameter, **trainer.optimizer.state[parameter]}
+    state = {"weights": parameter, **trainer.state.optimizer.state[parameter]}
     return {name: (value.dtype, digest(local_part(value)[0])) for name, value in state.items()}
 
 

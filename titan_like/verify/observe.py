@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -82,7 +82,7 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     with recorded_draws(trainer) as draws:
         steps_alone(trainer, 1)
         gradients = watch.gradients
-        trainer.validate()
+        trainer.validator.validate()
         steps_alone(trainer, 1)
     # Compiled layers draw the same random numbers as eager ones if they run one operation at a time.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
@@ -96,31 +96,37 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     return report
 
 
-def observe_resumed(
-    member: Member, reference: Reference, config: JobConfig, load_step: int | None, start: int, last_step: int,
-    keep: int, folder: Path,
-) -> Report:  # fmt: skip
-    """One run of a resume sequence: resume, and save after every step up to ``last_step``.
+@dataclass(frozen=True)
+class ResumedRun:
+    """One run of a resume sequence."""
 
-    It resumes from ``start`` because that is ``load_step``, or without one because no later checkpoint is left. It
-    removes checkpoints before its latest ``keep``; 0 keeps all. The sequence's last run also goes on with dropout.
-    """
+    folder: Path  # of the whole sequence
+    start: int  # the step that it resumes from; 0: it is new
+    last_step: int
+    keep: int  # `checkpoint.keep_latest`
+    loads_start: bool = False  # by `checkpoint.load_step`; else it resumes there because later checkpoints are removed
+
+
+def observe_resumed(member: Member, reference: Reference, config: JobConfig, resumed: ResumedRun) -> Report:
+    """Resume, and save after every step up to the last. The sequence's last run also resumes with dropout."""
     small, report = reference.small, Report(RESUME, member.rank)
+    start, last_step, keep = resumed.start, resumed.last_step, resumed.keep
+    load_step = start if resumed.loads_start else None
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
     changed = edit(in_type(config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
     if small.dropout:  # dropout takes other kernels
         changed = edit(changed, {"model.overrides": {"dropout": NOTHING}})
-    run = run_of(member, small, changed, folder)
+    run = run_of(member, small, changed, resumed.folder)
     present = complete_steps(run.checkpoint_folder)
-    for step in [*present] if member.rank == 0 and load_step is None else []:
-        if step > start:
+    if member.rank == 0 and load_step is None:
+        for step in [step for step in present if step > start]:
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
             present.remove(step)
     if start and load_step is None and small.dropout is not None:  # the last run
-        check_resumed_dropout(member, report, small, changed, folder)
+        check_resumed_dropout(member, report, small, changed, resumed.folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
-    reason = f"resumed from step {trainer.step}, not {start}"
-    report.require(trainer.step == start, Key(0, Row.CHECKPOINTS), reason)
+    reason = f"resumed from step {trainer.state.step}, not {start}"
+    report.require(trainer.state.step == start, Key(0, Row.CHECKPOINTS), reason)
     trainer.train()
     if member.rank == 0:  # after a skipped step nothing is saved, except at the end, and nothing removed
         saved = [step for step in range(start + 1, last_step + 1) if step == last_step or step not in small.bad_steps]
@@ -135,12 +141,12 @@ def check_resumed_dropout(member: Member, report: Report, small: Small, config: 
     config = edit(config, _EAGER | {"model.overrides": {"dropout": RATE}})
     resumed = Trainer(run_of(member, small, config, folder))
     straight = Trainer(run_of(member, small, edit(config, {"checkpoint.enable": False}), folder))
-    steps_alone(straight, resumed.step)
+    steps_alone(straight, resumed.state.step)
     with recorded_draws(resumed) as draws:
         steps_alone(resumed, 1)
     with recorded_draws(straight) as expected_draws:
         steps_alone(straight, 1)
     for draw, expected in zip_longest(draws, expected_draws):
         is_same = bool(draw and expected and draw.place == expected.place and torch.equal(draw.kept, expected.kept))
-        key = Key(resumed.step, Row.DROPOUT_RESUMED, (draw or expected).site)
+        key = Key(resumed.state.step, Row.DROPOUT_RESUMED, (draw or expected).site)
         report.require(is_same, key, "a run that never stopped drops other elements")

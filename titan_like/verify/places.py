@@ -61,7 +61,7 @@ class Outputs:
         """Note when a module begins, and give it copies of its inputs, whose gradients are its own."""
         if not module.training or is_in_backward_pass():
             return inputs
-        self.order += [(INPUT, name)] if (INPUT, name) not in self.order else []
+        self._note_order((INPUT, name))
         self._calls[name] += 1
         copies = list(inputs)
         # What goes back from a column linear is a partial sum.
@@ -73,12 +73,16 @@ class Outputs:
 
     def _note_output(self, name: str, module: nn.Module, _inputs: object, output: object) -> None:
         if module.training and isinstance(output, torch.Tensor) and not is_in_backward_pass():
-            self.order += [(FORWARD, name)] if (FORWARD, name) not in self.order else []
+            self._note_order((FORWARD, name))
             shard = local(output)
             # A bias of -inf hides a key.
             self._keep(FORWARD, name, self._calls[name], shard.masked_fill_(shard.isneginf(), 0))
             if output.requires_grad:
                 output.register_hook(partial(self._keep, BACKWARD, name, self._calls[name]))
+
+    def _note_order(self, place: Place) -> None:
+        if place not in self.order:
+            self.order.append(place)
 
     def _keep(self, phase: str, name: str, call: int, tensor: torch.Tensor) -> None:
         self.tensors[phase, name][call - 1] = local(tensor)
@@ -106,7 +110,7 @@ def compare_outputs(watch: StepWatch, outputs: Outputs, reference: Reference, re
             if microbatch < len(watch.drawn):
                 rows = [index - first for index in watch.drawn[microbatch]]
                 part = part_like(value, whole[rows] if has_samples else whole, trainer).to(value.device)
-                value = value if place[0] == FORWARD else value / trainer.loss_scale
+                value = value if place[0] == FORWARD else value / trainer.state.loss_scale
                 if value.shape == part.shape:
                     report.add(key, distance(value, part) / reference.sizes[key], allowed[key])
 

@@ -56,13 +56,13 @@ class Outcome:
     rank: int
     ending: str  # done, failed or stopped
     reason: str  # why it was stopped, or a failed one's error
-    result: Any  # what its function returned, even if the process failed after that
+    result: Any  # what its function returned, even if the process failed afterwards
     printed: str  # stdout and stderr
     exit_code: int | None  # None: it was stopped by this module
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the ending says nothing about what the process computed."""
+        """Whether the ending does not show whether the process computed the right result."""
         return self.ending == STOPPED and self.reason in (TOO_LONG, KILLED)
 
 

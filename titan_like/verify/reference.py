@@ -47,7 +47,7 @@ FLOOR = {EXACT: 1e-12, SINGLE: 8 * EPS[SINGLE], "bfloat16": EPS["bfloat16"], "fl
 WEIGHTS_FLOOR = 1e-10  # optimizers magnify the rounding of small gradients
 NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is measured against that share instead
 # Such a gradient may be nothing but the rounding of numbers that cancel in it, as for a bias before a softmax. One
-# process may even compute exactly zero, so its own distance from the exact result says nothing.
+# process may even compute exactly zero, so its own distance from the exact result is no measure.
 CANCELLED = {dtype: MARGIN * eps / NEGLIGIBLE for dtype, eps in EPS.items()}
 TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gradients become, relative to the smaller
 _REROUTED = 128  # tokens, of which one is sent to another expert
@@ -108,7 +108,7 @@ def train_alone(member: Member, small: Small, dtype: str, seed: int | None = Non
         perturb(stage.module.parameters(), dtype, seed)
     run_through(trainer, watch)
     if trace.outputs is not None:
-        for place, value in trace.outputs.whole(trainer.loss_scale).items():
+        for place, value in trace.outputs.whole(trainer.state.loss_scale).items():
             trace.keep(Key(watch.at_step, Row.PLACE, "/".join(place)), value)
         trace.outputs.tensors.clear()
     elif dtype == EXACT and small.num_steps:
@@ -152,8 +152,9 @@ def run_through(trainer: Trainer, watch: StepWatch) -> None:
     trainer.train()
     if watch.outputs is None:
         watch.validation = Row.WHOLE_VALIDATION
-        trainer.config = edit(trainer.config, {"evaluation.steps": 2})
-        trainer.validate()
+        validator = trainer.validator
+        validator.config = edit(validator.config, {"evaluation.steps": 2})
+        validator.validate()
 
 
 def dropout_sites(member: Member, small: Small) -> set[str]:
@@ -209,7 +210,9 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
     of_steps = rerouted(small) if dtype in HALF and has_experts(model_config(small.config.model)) else {}
-    allowed, shares, worst = dict[Key, float](), dict[Key, float](), dict[Key, float]()
+    allowed: dict[Key, float] = {}
+    shares: dict[Key, float] = {}
+    worst: dict[Key, float] = {}
     tips = tipped(exact, draws[0]) if dtype == EXACT and small.num_steps else {}
     for key in draws[-1].values.keys() & exact.values.keys():
         shares[key] = max(distance(draw.values[key], exact.values[key]) for draw in draws) / sizes[key]
@@ -228,10 +231,13 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
             continue
         if exact.values[key].numel() < FEW:
             share = worst[key._replace(step=0)]
-        least = max(FLOOR[dtype], rounding * key.step, WEIGHTS_FLOOR * (key.row in (Row.WEIGHT, Row.PLACE)))
-        least = max(least, of_steps.get(key.step, 0.0) * (key.row in GRADIENTS))
-        if key.row in GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, GRADIENTS[key.row])):
-            least = max(least, CANCELLED[dtype])
+        least = max(FLOOR[dtype], rounding * key.step)
+        if key.row in (Row.WEIGHT, Row.PLACE):
+            least = max(least, WEIGHTS_FLOOR)
+        if key.row in GRADIENTS:
+            least = max(least, of_steps.get(key.step, 0.0))
+            if is_cancelled(exact.values[key], exact.number(key.step, GRADIENTS[key.row])):
+                least = max(least, CANCELLED[dtype])
         allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])
     return allowed
 
@@ -250,7 +256,8 @@ def rerouted(small: Small) -> dict[int, float]:
 
 def uncertain(exact: Trace, draw: Trace, key: Key) -> torch.Tensor:
     """Which elements of a gradient may be nothing but rounding, which need not be the same in two runs."""
-    gradient, drawn, total_norm = exact.values[key], draw.values[key], exact.number(key.step, Row.NORM)
+    gradient, drawn = exact.values[key], draw.values[key]
+    total_norm = exact.number(key.step, Row.NORM)
     is_small = torch.maximum(gradient.abs(), drawn.abs()) < NEGLIGIBLE * total_norm
     return is_small & ((gradient != 0) | (drawn != 0) | is_cancelled(gradient, total_norm))
 

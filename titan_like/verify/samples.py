@@ -73,7 +73,8 @@ class Samples(Source):
         if format_of(section.dataset).is_chat:  # they are padded, and say where each conversation begins
             size, begins = seq_len - index % 4 * seq_len // 6, tokens[:-1].roll(1) == END_OF_DOCUMENT
             starts = torch.where(begins, positions, 0).cummax(0).values
-            inputs[size:], labels[size:], starts[size:] = END_OF_DOCUMENT, IGNORED_LABEL, size
+            inputs[size:], labels[size:] = END_OF_DOCUMENT, IGNORED_LABEL
+            starts[size:] = size
             return Batch(inputs, labels, document_starts=starts, padding_mask=positions >= size)
         return self._option(inputs, labels, index) if "choice" in self.model.predictions else Batch(inputs, labels)
 
@@ -81,7 +82,8 @@ class Samples(Source):
         """One option of a question, two sentences of random tokens. The first option's label is the answer."""
         text = torch.where((tokens == FIRST) | (tokens == SEPARATOR), self.model.vocab_size - 1, tokens)
         length = len(tokens) - index % 3
-        text[0], text[1 + index % (length - 3)], text[length - 1], text[length:] = FIRST, SEPARATOR, SEPARATOR, PADDING
+        text[0], text[length:] = FIRST, PADDING
+        text[[1 + index % (length - 3), length - 1]] = SEPARATOR
         has_answer = index % NUM_OPTIONS == 0 and bool((labels != IGNORED_LABEL).any())
         answer = torch.tensor(index // NUM_OPTIONS * 7 % NUM_OPTIONS if has_answer else IGNORED_LABEL)
         return PairTokens(FIRST, SEPARATOR, PADDING).batch(text, sample_labels=answer)
@@ -121,7 +123,10 @@ def validation_samples(config: JobConfig) -> Samples:
     batch, model = config.training.global_batch_size, model_config(config.model)
     size = batch + max(1, batch // 2 - 1)
     unit = config.training.micro_batch_size * Layout.of(config.parallelism).data_parallel
-    size += -(size % NUM_OPTIONS) if "choice" in model.predictions else unit > 1 and size % unit == 0
+    if "choice" in model.predictions:
+        size -= size % NUM_OPTIONS
+    elif unit > 1 and size % unit == 0:
+        size += 1
     return Samples(config, model, 2 * config.job.seed + 1, size)
 
 

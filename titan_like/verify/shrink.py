@@ -34,6 +34,25 @@ _MOST_STAGES = 3  # on each rank
 
 
 @dataclass(frozen=True)
+class Options:
+    """The options of `titan-verify`. Raises a `ConfigError` if a number is out of range."""
+
+    steps: int = 4  # good ones, which are compared
+    processes: int | None = None  # of the job, if a shard degree of -1 leaves their number open
+    timeout: float = 120.0  # seconds that one run may take
+    full_size: bool = False  # keeps the sizes of the model, sequences and microbatches
+    keep_layout: bool = False  # keeps the degrees
+    on_gpus: bool = False  # gives the model's heads a size that the kernels for GPUs accept
+
+    def __post_init__(self) -> None:
+        steps, processes, timeout = self.steps, self.processes, self.timeout
+        require(steps >= 2, "--steps", steps, "must be at least 2: there is a bad step between two good ones")
+        require(steps <= 100, "--steps", steps, "use at most 100; a few show every difference")
+        require(processes is None or processes >= 1, "--processes", processes, "must be at least 1")
+        require(timeout > 0, "--timeout", timeout, "must be above 0")
+
+
+@dataclass(frozen=True)
 class Small:
     """A run to verify.
 
@@ -80,35 +99,20 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     raise errors[:2][-1]
 
 
-def check_numbers(steps: int, processes: int | None, timeout: float) -> None:
-    """Check the numbers that a verification is asked for with; raises a `ConfigError`."""
-    require(steps >= 2, "--steps", steps, "must be at least 2: there is a bad step between two good ones")
-    require(steps <= 100, "--steps", steps, "use at most 100; a few show every difference")
-    require(processes is None or processes >= 1, "--processes", processes, "must be at least 1")
-    require(timeout > 0, "--timeout", timeout, "must be above 0")
-
-
-def shrink(
-    config: JobConfig, layout: Layout, steps: int, *,
-    full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,
-) -> Small:  # fmt: skip
-    """The small run, with ``steps`` good steps.
-
-    ``full_size`` keeps the sizes of the model, sequences and microbatches; ``keep_layout`` keeps the degrees. The
-    model's heads have a size that the kernels for GPUs accept if it runs ``on_gpus``.
-    """
-    training, model = config.training, model_config(config.model)
-    degrees = layout if keep_layout else shrink_degrees(layout)
+def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
+    """The small run of a configuration in a layout."""
+    training, model, steps = config.training, model_config(config.model), options.steps
+    degrees = layout if options.keep_layout else shrink_degrees(layout)
     unit = degrees.tensor * degrees.context_chunks  # sequences are multiples of it
     method = method_of(config, model).name  # the original's: `auto` could choose another for a small model
     fields, seq_len, micro_batch = model.model_dump(), training.seq_len, training.micro_batch_size
-    if full_size:
-        per_stage = config.parallelism.pipeline_layers if keep_layout else None
+    if options.full_size:
+        per_stage = config.parallelism.pipeline_layers if options.keep_layout else None
     else:
         micro_batch = min(micro_batch, 2 * NUM_OPTIONS if "choice" in model.predictions else 3)
         seq_len = unit * max(4 if degrees.context == 1 else 2, 16 // unit)  # several tokens in each part of it
         groups = degrees.context if method == "ulysses" else 1
-        fields |= small_fields(model, layout.tensor, degrees.tensor, groups, on_gpus, config.float8.enable)
+        fields |= small_fields(model, layout.tensor, degrees.tensor, groups, options.on_gpus, config.float8.enable)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
         fields, per_stage = small_layers(config, fields, len(layout.stage_ranks), len(degrees.stage_ranks))
     dropout = fields.get("dropout") if degrees.context == 1 else None
@@ -133,11 +137,11 @@ def shrink(
         "lr_scheduler.decay_steps": decay_steps,
         "parallelism.context_parallel_method": method,
         "parallelism.pipeline_layers": per_stage,
-        "compile.cudagraphs": config.compile.cudagraphs and on_gpus,
+        "compile.cudagraphs": config.compile.cudagraphs and options.on_gpus,
     }
     # Compiling the step with large logits would take as long as all else.
     longer, long = dict[str, Any]({"compile.enable": False}), min(training.seq_len, _LONG) // unit * unit
-    if not full_size:
+    if not options.full_size:
         values["float8.filter"] = small_filter(config.float8.filter, model.num_layers, fields["num_layers"])
         values |= small_spans(config, model, seq_len, unit)
         if long > seq_len:
@@ -146,9 +150,9 @@ def shrink(
             of_length = fields_of_length(model, training.seq_len, long, degrees.expert)
             longer |= {"model.flavors": {FLAVOR: fields | of_length}} | small_spans(config, model, long, unit)
     small = in_layout(edit(config.small(), values), degrees)
-    had, kept = sizes_of(config, layout), sizes_of(small, degrees)
+    original, kept = sizes_of(config, layout), sizes_of(small, degrees)
     kept["positions"] = longer.get("training.seq_len", seq_len)
-    limits = [f"{kept[name]} of {size} {name}" for name, size in had.items() if kept[name] < size]
+    limits = [f"{kept[name]} of {size} {name}" for name, size in original.items() if kept[name] < size]
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
@@ -292,9 +296,10 @@ def small_spans(config: JobConfig, model: TransformerConfig, seq_len: int, unit:
         return {}
     values = {"training.seq_len": seq_len, "data.noise_density": 0.3, "data.mean_noise_span_length": 1.8}
     small = edit(config, values | {"training.decoder_seq_len": 0})
-    had, needed = sample_length(config, model), sample_length(small, model).decoder
-    is_filled = had.decoder > targets_length(had.raw, config.data)
-    decoder = -(-(needed + is_filled) // unit) * unit
+    original, needed = sample_length(config, model), sample_length(small, model).decoder
+    if original.decoder > targets_length(original.raw, config.data):
+        needed += 1  # so that there is padding
+    decoder = -(-needed // unit) * unit
     return values | {"training.decoder_seq_len": decoder}
 
 
@@ -308,10 +313,11 @@ def small_filter(patterns: list[str], layers: int, small_layers: int) -> list[st
 
 
 def shrink_microbatches(training: Training, original: Layout, layout: Layout) -> int:
-    """Microbatches per step: at least 2, and 3 if the original has as many.
+    """Microbatches per step: at least 2, and 3 if the original has 3 or more.
 
     They are enough for the schedule's steady state if the original reaches it.
     """
-    had, warmup = num_microbatches(training, original), layout.pipeline * (2 if layout.schedule in V_SHAPED else 1)
-    enough = max(3, warmup + 1 if had >= original.pipeline else layout.pipeline)
-    return fewest_microbatches(layout, max(2, min(had, enough)))
+    microbatches = num_microbatches(training, original)
+    warmup = layout.pipeline * (2 if layout.schedule in V_SHAPED else 1)
+    enough = max(3, warmup + 1 if microbatches >= original.pipeline else layout.pipeline)
+    return fewest_microbatches(layout, max(2, min(microbatches, enough)))

@@ -33,21 +33,21 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
-from titan_like.verify.observe import observe, observe_dropout, observe_places, observe_resumed
+from titan_like.verify.observe import ResumedRun, observe, observe_dropout, observe_places, observe_resumed
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome
 from titan_like.verify.reference import compute_reference, train_alone
-from titan_like.verify.shrink import MOST_PROCESSES, Small, check_numbers, resolve, shrink
+from titan_like.verify.shrink import MOST_PROCESSES, Options, Small, resolve, shrink
 
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
 _COMPILING = 900.0  # seconds that compilation may take
-_LOST = "onnection|remote process exited"  # in what gloo and NCCL say where another process has failed
+_LOST = "onnection|remote process exited"  # in messages of gloo and NCCL after another process has failed
 _LOCATED = (*LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
 
 
 class UndecidedError(Exception):
-    """A run was stopped for a reason that says nothing about what it computes; the message names the reason."""
+    """A run was stopped, so its result is unknown; the message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -158,18 +158,18 @@ class Verifier:
         """The layout, the layout again, another one, and the first once more resume from each other's checkpoints.
 
         The next two resume from a checkpoint after which the first trains on, and which is not the first that it saves.
-        A good step follows on the first of them, if there are as many: what is saved in the background must not see it.
+        If there are enough steps, a good step follows the first of them, which an asynchronous save must not see.
         The other layout repeats a step whose update is skipped. The first and the last choose a checkpoint themselves.
         """
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        folder, other = Path(tempfile.mkdtemp(dir=self.folder)), other_layout(config, self.most)
         skipped, last = max(self.small.bad_steps), self.small.num_steps
         is_followed = skipped > 2 and skipped - 2 not in self.small.bad_steps
         start, keep = (skipped - 2, 3) if is_followed else (skipped - 1, 2)
         return [
-            (observe_resumed, config, None, 0, skipped + 1, keep, folder),
-            (observe_resumed, config, start, start, last, 0, folder),
-            (observe_resumed, other_layout(config, self.most), skipped - 1, skipped - 1, skipped, keep, folder),
-            (observe_resumed, config, None, skipped, last, keep, folder),
+            (observe_resumed, config, ResumedRun(folder, 0, skipped + 1, keep)),
+            (observe_resumed, config, ResumedRun(folder, start, last, keep=0, loads_start=True)),
+            (observe_resumed, other, ResumedRun(folder, skipped - 1, skipped, keep, loads_start=True)),
+            (observe_resumed, config, ResumedRun(folder, skipped, last, keep)),
         ]
 
     def _run_layout(
@@ -203,7 +203,8 @@ class Verifier:
             return None
         small, step = replace(self.small, num_steps=first.step), f"step {first.step}"
         if first.row in LARGE:
-            config, small, step = edit(config, self.small.longer), self.small.large, "the longer sequences"
+            config, small = edit(config, self.small.longer), self.small.large
+            step = "the longer sequences"
         arguments = small, [dtype], self.folder / "places.safetensors", partial(train_alone, with_outputs=True)
         (alone,) = self.start(compute_reference, 1, *arguments).wait(self.timeout)
         if not isinstance(alone.result, Reference):
@@ -249,7 +250,7 @@ class Verifier:
         """Leave out one axis after the other, for good if the difference stays. At fault are axes that have to stay.
 
         ``symptom`` is what the whole layout shows: different or fails. A trial that fails where the layout finished
-        failed for another reason and is ignored: a bug that drops the last microbatch leaves none at all in a run with
+        met another problem and proves nothing: a bug that drops the last microbatch leaves none at all in a run with
         one microbatch. An axis without which such trials fail is at fault only if there is no other.
         """
         trials, required = dict[str, str](), list[Axis]()
@@ -278,25 +279,20 @@ class Verifier:
         return Blame(" + ".join(axis.name for axis in guilty), f"{axes} {consequence}{several}", trials)
 
 
-def verifier_of(
-    config: JobConfig, *, steps: int = 4, processes: int | None = None, timeout: float = 120.0,
-    full_size: bool = False, keep_layout: bool = False, on_gpus: bool = False,
-) -> Verifier:  # fmt: skip
-    """The verifier of a configuration's layout, with the options of the command line.
+def verifier_of(config: JobConfig, options: Options) -> Verifier:
+    """The verifier of a configuration's layout.
 
     Raises:
-        ConfigError: a number is out of range, there is no valid layout, or there are fewer GPUs than processes.
+        ConfigError: there is no valid layout, or there are fewer GPUs than processes.
     """
-    check_numbers(steps, processes, timeout)
-    layout = resolve(config, processes)
-    small = shrink(config, layout, steps, full_size=full_size, keep_layout=keep_layout, on_gpus=on_gpus)
-    if not on_gpus:
-        return Verifier(small, timeout)
+    small = shrink(config, resolve(config, options.processes), options)
+    if not options.on_gpus:
+        return Verifier(small, options.timeout)
     needed, gpus = Layout.of(small.config.parallelism).num_processes, torch.cuda.device_count()
     reason = f"this machine has {gpus} GPUs, but the verification needs {needed}; leave --gpus out to use CPUs"
     require(gpus >= needed, "--gpus", needed, reason)
     # A process that waits for its GPU looks idle.
-    return Verifier(small, timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
+    return Verifier(small, options.timeout, patience=math.inf, most=gpus, start=partial(Group, on_gpus=True))
 
 
 def _outcome(checks: list[Check]) -> str:

@@ -47,15 +47,15 @@ class Watch(Observer):
     def attach(self, trainer: Trainer) -> None:
         """Let saves in the background copy late."""
         super().attach(trainer)
-        trainer.saver.before_copy = self._copy_late
+        trainer.state.saver.before_copy = self._copy_late
 
     def _copy_late(self, is_awaited: threading.Event) -> None:
         """Wait until the next update has waited for the copies for a while, or has happened.
 
         A small model's tensors would otherwise be copied before their next update, whether or not that waits for it.
         """
-        last = self.trainer.step + 2  # one of them may have been skipped
-        while self.trainer.step < last:
+        last = self.trainer.state.step + 2  # one of them may have been skipped
+        while self.trainer.state.step < last:
             if is_awaited.wait(0.01):
                 time.sleep(_COPY_SECONDS)
                 return
@@ -71,10 +71,10 @@ class Watch(Observer):
 
     def complete_gradients(self) -> None:
         """Copy the gradients, without any loss scale."""
-        scale, named = self.trainer.loss_scale, self.trainer.model.named_parameters()
+        scale, named = self.trainer.state.loss_scale, self.trainer.model.named_parameters()
         gradients = [(name, parameter.grad.detach()) for name, parameter in named if parameter.grad is not None]
         # Operations on DTensors are slow.
-        is_scaled = self.trainer.scaler is not None
+        is_scaled = self.trainer.state.scaler is not None
         self.gradients = [(name, gradient / scale if is_scaled else gradient.clone()) for name, gradient in gradients]
 
 
@@ -94,12 +94,12 @@ class StepWatch(Watch):
     def attach(self, trainer: Trainer) -> None:
         """Note the initial weights, or change them for the step with large logits."""
         super().attach(trainer)
-        if trainer.scaler is not None:
-            trainer.scaler.scale.fill_(FLOAT16_SCALE)
+        if trainer.state.scaler is not None:
+            trainer.state.scaler.scale.fill_(FLOAT16_SCALE)
         if self.small.num_steps == 0:
             for stage in trainer.model.stages:
                 enlarge(stage.module)
-        elif trainer.step == 0:
+        elif trainer.state.step == 0:
             for name, parameter in trainer.model.named_parameters():
                 self.note(Key(0, Row.INITIAL, name), parameter)
 
@@ -111,7 +111,7 @@ class StepWatch(Watch):
             for stage in self.trainer.model.stages:
                 self.outputs.follow(stage.module)
         if (step - 1) % self.trainer.config.metrics.log_interval == 0 and step <= self.small.num_steps:
-            self.note(Key(step, Row.SKIPPED, "steps in a row before"), self.trainer.losses.consecutive_skips)
+            self.note(Key(step, Row.SKIPPED, "steps in a row before"), self.trainer.state.losses.consecutive_skips)
 
     def complete_gradients(self) -> None:
         """Spoil a bad step's gradients, and note a good step's."""
@@ -155,24 +155,24 @@ class StepWatch(Watch):
         for name, loss in {"": record.loss, **record.losses}.items():
             self.note(Key(step, Row.LOSS, name), loss)
         self.note(Key(step, Row.SKIPPED), record.skipped + record.nan)
-        self.note(Key(step, Row.SKIPPED, "steps so far"), self.trainer.skipped_steps)
+        self.note(Key(step, Row.SKIPPED, "steps so far"), self.trainer.state.skipped_steps)
         if is_good:
             self.note(Key(step, Row.NORM), record.grad_norm)
             if record.num_zeros is not None:
                 self.note(Key(step, Row.ZEROS), record.num_zeros)
             for name, value in record.experts.items():
                 self.note(Key(step, Row.FIGURES, name), value)
-        if self.trainer.scaler is not None and record.loss_scale is not None:
+        if self.trainer.state.scaler is not None and record.loss_scale is not None:
             self.note(Key(step, Row.LOSS_SCALE), record.loss_scale)
         if step == self.last_step:
-            self.trainer.stop_signal = signal.SIGTERM
+            self.trainer.signals.agreed = signal.SIGTERM
 
     def end_validation(self, losses: Mapping[str, float]) -> None:
         """Note the loss and its terms."""
         for name, value in losses.items():
-            self.note(Key(self.trainer.step, self.validation, "" if name == "loss" else name), value)
-        if self.trainer.step == self.last_step:
-            self.trainer.stop_signal = signal.SIGTERM
+            self.note(Key(self.trainer.state.step, self.validation, "" if name == "loss" else name), value)
+        if self.trainer.state.step == self.last_step:
+            self.trainer.signals.agreed = signal.SIGTERM
 
 
 class LayoutWatch(StepWatch):
@@ -227,7 +227,7 @@ def enlarge(model: Transformer) -> None:
 
 def steps_alone(trainer: Trainer, steps: int) -> list[StepRecord]:
     """Take some steps without logging, validating or saving."""
-    data = trainer._load_data()
+    data = trainer.load_data()
     records = [trainer.read_step(trainer.train_step(data)) for _ in range(steps)]
     data.close()
     return records

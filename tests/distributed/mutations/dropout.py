@@ -14,14 +14,15 @@ from tests.distributed.mutations import bug
 from titan_like.models.transformer import Transformer
 from titan_like.parallel import activation_checkpoint, apply, tensor_styles
 from titan_like.parallel.model import ParallelModel
-from titan_like.train import trainer, training_state
+from titan_like.train import trainer
+from titan_like.train.seeds import dropout_stream
 from titan_like.train.trainer import Trainer
-from titan_like.train.training_state import dropout_stream
+from titan_like.train.training_state import TrainingState
 
 _DROPOUT = F.dropout
 
 
-@bug(training_state, "dropout_stream")
+@bug(trainer, "dropout_stream")
 def same_dropout_everywhere(*_: Any) -> Any:
     """All processes draw dropout from one stream."""
     return 0
@@ -121,16 +122,16 @@ def same_dropout_in_every_step(original: Any, seed: int, _step: int, stream: int
 @contextmanager
 def random_state_restored_by_rank() -> Iterator[None]:
     """Generators are seeded once. Checkpoints hold their state by global rank, and it is restored by that number."""
-    save, resume = Trainer.save, Trainer._resume
+    save, resume = TrainingState.save, TrainingState._resume
 
-    def file(self: Trainer) -> Path:
+    def file(self: TrainingState) -> Path:
         return self.run.checkpoint_folder / f"rng-{self.step}-{dist.get_rank()}.pt"
 
-    def save_too(self: Trainer, is_last: bool = False) -> None:
+    def save_too(self: TrainingState, is_last: bool = False) -> None:
         save(self, is_last)
         torch.save(torch.get_rng_state(), file(self))
 
-    def restore_too(self: Trainer, is_usable: Any) -> bool:
+    def restore_too(self: TrainingState, is_usable: Any) -> bool:
         resumed = resume(self, is_usable)
         if resumed and file(self).exists():
             torch.set_rng_state(torch.load(file(self), weights_only=True))
@@ -138,19 +139,18 @@ def random_state_restored_by_rank() -> Iterator[None]:
 
     with (
         patch.object(trainer, "seed_step", lambda *_: None),
-        patch.object(Trainer, "save", save_too),
-        patch.object(Trainer, "_resume", restore_too),
+        patch.object(TrainingState, "save", save_too),
+        patch.object(TrainingState, "_resume", restore_too),
     ):
         yield
 
 
-@bug(Trainer, "_resume")
-def resumed_ranks_share_no_dropout(original: Any, self: Trainer, is_usable: Any) -> bool:
+@bug(Trainer, "__init__")
+def resumed_ranks_share_no_dropout(original: Any, self: Trainer, *args: Any, **options: Any) -> None:
     """In a resumed run each process draws its own dropout, also where tensor ranks hold the same activations."""
-    resumed = original(self, is_usable)
-    if resumed:
+    original(self, *args, **options)
+    if self.state.resumed is not None:
         self.dropout_stream = dist.get_rank()
-    return resumed
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def seed_of_each_trainer() -> Iterator[None]:
         runs[0] += 1
         return dropout_stream(*given) + 1000 * runs[0]
 
-    with patch.object(training_state, "dropout_stream", stream_anew):
+    with patch.object(trainer, "dropout_stream", stream_anew):
         yield
 
 

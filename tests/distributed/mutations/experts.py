@@ -19,7 +19,7 @@ from titan_like.parallel import tensor_styles
 from titan_like.parallel.data import DataParallel
 from titan_like.parallel.expert_balance import ExpertBalance
 from titan_like.parallel.model import WholeModel
-from titan_like.train import training_state
+from titan_like.train import trainer
 from titan_like.train.trainer import Trainer
 
 
@@ -58,14 +58,17 @@ def mean_loads_count_as_small(original: Any, self: ExpertBalance, skip: torch.Te
 @bug(Trainer, "train_step")
 def loads_change_before_copies(original: Any, self: Trainer, data: Any) -> Any:
     """A step's loads are in place before an asynchronous save has copied those of the step before."""
-    wait, finish = self.saver.before_update, self.experts.finish
+    wait, finish = self.state.saver.before_update, self.experts.finish
 
     def finish_first(skip: torch.Tensor) -> torch.Tensor:
         found = finish(skip)
         wait()
         return found
 
-    with patch.object(self.saver, "before_update", lambda: None), patch.object(self.experts, "finish", finish_first):
+    with (
+        patch.object(self.state.saver, "before_update", lambda: None),
+        patch.object(self.experts, "finish", finish_first),
+    ):
         return original(self, data)
 
 
@@ -175,7 +178,7 @@ def partial_sums_of_split_experts(_: Any, x: torch.Tensor, sizes: list[int], gro
     return x.split(sizes)[group.rank]
 
 
-@bug(training_state, "partial_parameters")
+@bug(trainer, "partial_parameters")
 def split_experts_summed_over_tensor_ranks(original: Any, model: Any) -> list[torch.nn.Parameter]:
     """The gradients of split experts are summed over the tensor ranks, each of which has its own part of them."""
     weights = [module.weight for module in model.modules() if isinstance(module, ExpertLinear)]

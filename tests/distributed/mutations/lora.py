@@ -7,7 +7,7 @@ import torch
 from tests.distributed.mutations import bug
 from titan_like.parallel import tensor_styles
 from titan_like.parallel.lora import AdaptedLinear, Adapter
-from titan_like.train import training_state
+from titan_like.train import trainer
 
 
 @bug(Adapter, "up")
@@ -16,7 +16,7 @@ def adapters_scaled_twice(original: Any, self: Adapter, low: torch.Tensor, b: to
     return original(self, low * self.scale, b)
 
 
-@bug(training_state, "partial_parameters")
+@bug(trainer, "partial_parameters")
 def whole_halves_not_summed(original: Any, model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The gradients of the halves of adapters that are not split stay each tensor rank's own."""
     adapters = {parameter for name, parameter in model.named_parameters() if name.endswith(("lora_a", "lora_b"))}

@@ -21,6 +21,7 @@ from titan_like.parallel.context import CPShard
 from titan_like.parallel.tensor_styles import PositionEmbedding
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.trainer import Trainer
+from titan_like.train.validation import Validator
 
 _get_sample = Masks.__getitem__
 
@@ -98,17 +99,17 @@ def mask_of_the_first_sample_for_all(original: Any, self: CPShard, batch: Batch)
     return batch._replace(document_mask=KeyRanges(first, end))
 
 
-@bug(Trainer, "validate")
-def validation_attends_causally(original: Any, self: Trainer, *split: str) -> dict[str, float]:
+@bug(Validator, "validate")
+def validation_attends_causally(original: Any, self: Validator, *split: str) -> dict[str, float]:
     """Validation leaves out the masks."""
     with patch.object(CPShard, "shard", lambda self, batch: Batch(batch.tokens, batch.labels)):
         return original(self, *split)
 
 
-@bug(Trainer, "_load_data")
+@bug(Trainer, "load_data")
 def prefixes_drawn_from_the_start_when_resumed(original: Any, self: Trainer) -> Any:
     """A resumed run numbers its samples from 0 when it draws their prefixes."""
-    consumed = self.consumed_samples
+    consumed = self.state.consumed_samples
 
     def sample(masks: Masks, index: int) -> Batch:
         return _numbered(_get_sample, masks, index, index - consumed)

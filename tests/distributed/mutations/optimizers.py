@@ -84,8 +84,8 @@ def momentum_forgotten_in_later_stages(self: Trainer) -> None:
     """Stages after the first begin every step without momentum."""
 
     def forget(*_: Any) -> None:
-        for state in self.optimizer.state.values():
+        for state in self.state.optimizer.state.values():
             if "momentum_buffer" in state and self.mesh["pp"].get_local_rank() > 0:
                 local(state["momentum_buffer"]).zero_()
 
-    self.optimizer.register_step_post_hook(forget)
+    self.state.optimizer.register_step_post_hook(forget)

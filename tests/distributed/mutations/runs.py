@@ -21,16 +21,18 @@ from titan_like.optim.schedule import Schedule
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
+from titan_like.train.training_state import TrainingState
+from titan_like.train.validation import Validator
 
 
-@bug(Trainer, "_load_data")
+@bug(Trainer, "load_data")
 def data_of_one_process_shifted(original: Any, self: Trainer) -> Any:
     """One data-parallel process begins a sample late."""
     if self.dp_rank:
-        self.consumed_samples += 1
+        self.state.consumed_samples += 1
     data = original(self)
     if self.dp_rank:
-        self.consumed_samples -= 1
+        self.state.consumed_samples -= 1
     return data
 
 
@@ -56,23 +58,23 @@ def crash_at_the_end(_: Any) -> None:
 @contextmanager
 def validation_takes_training_samples() -> Iterator[None]:
     """Each validation takes a microbatch from the training stream."""
-    load_data, validate = Trainer._load_data, Trainer.validate
+    load_data, validate, streams = Trainer.load_data, Validator.validate, dict[Validator, Any]()
 
     def keep(self: Trainer) -> Any:
-        self.stream = load_data(self)  # type: ignore[attr-defined]
-        return self.stream  # type: ignore[attr-defined]
+        streams[self.validator] = load_data(self)
+        return streams[self.validator]
 
-    def validate_and_take(self: Trainer, *split: str) -> float:
-        if hasattr(self, "stream"):
-            next(self.stream)
+    def validate_and_take(self: Validator, *split: str) -> dict[str, float]:
+        if self in streams:
+            next(streams[self])
         return validate(self, *split)
 
-    with patch.object(Trainer, "_load_data", keep), patch.object(Trainer, "validate", validate_and_take):
+    with patch.object(Trainer, "load_data", keep), patch.object(Validator, "validate", validate_and_take):
         yield
 
 
-@bug(Trainer, "validate")
-def validation_on_everything(original: Any, self: Trainer, *split: str) -> float:
+@bug(Validator, "validate")
+def validation_on_everything(original: Any, self: Validator, *split: str) -> dict[str, float]:
     """Validation ignores `evaluation.steps`."""
     config = self.config
     section = config.evaluation.model_copy(update={"steps": 1000})
@@ -101,12 +103,12 @@ def resumed_without_moments_where_the_layout_stays(original: Any, *given: Any) -
     return state
 
 
-@bug(Trainer, "_resume")
-def resumed_shards_without_moments(original: Any, self: Trainer, is_usable: Any) -> bool:
+@bug(TrainingState, "_resume")
+def resumed_shards_without_moments(original: Any, self: TrainingState, is_usable: Any) -> bool:
     """A resumed run loses the optimizer's state of one shard."""
     resumed = original(self, is_usable)
     for values in self.optimizer.state.values():
-        if self.dp_rank == 1 and self.config.parallelism.zero_stage:
+        if self.run.layout.data_rank(dist.get_rank()) == 1 and self.config.parallelism.zero_stage:
             values["exp_avg"].to_local().zero_()
     return resumed
 
@@ -133,16 +135,16 @@ def ends_before_its_first_step(_: Any, self: Any) -> Any:
     return sys.exit(0)
 
 
-@bug(Trainer, "_resume")
-def skipped_steps_forgotten_when_resumed(original: Any, self: Trainer, is_usable: Any) -> bool:
+@bug(TrainingState, "_resume")
+def skipped_steps_forgotten_when_resumed(original: Any, self: TrainingState, is_usable: Any) -> bool:
     """A resumed run counts skipped steps from 0."""
     resumed = original(self, is_usable)
     self.skipped_steps = 0
     return resumed
 
 
-@bug(Trainer, "save")
-def cursor_goes_back_after_a_skipped_step(original: Any, self: Trainer, is_last: bool = False) -> None:
+@bug(TrainingState, "save")
+def cursor_goes_back_after_a_skipped_step(original: Any, self: TrainingState, is_last: bool = False) -> None:
     """A checkpoint of a skipped step has the samples that it consumed still to come."""
     consumed = self.consumed_samples
     self.consumed_samples -= self.losses.consecutive_skips * self.config.training.global_batch_size
@@ -150,7 +152,7 @@ def cursor_goes_back_after_a_skipped_step(original: Any, self: Trainer, is_last:
     self.consumed_samples = consumed
 
 
-@bug(Trainer, "_load_data")
+@bug(Trainer, "load_data")
 def replicas_draw_the_same_samples(original: Any, self: Trainer) -> Any:
     """Replicas of HSDP do not know of one another when they take samples."""
     rank = self.dp_rank
@@ -163,17 +165,18 @@ def replicas_draw_the_same_samples(original: Any, self: Trainer) -> Any:
 @bug(Trainer, "train")
 def loop_ends_a_step_early(original: Any, self: Trainer) -> None:
     """A run that no signal ends leaves out its last step."""
-    self.total_steps -= 1
+    self.state.total_steps -= 1
     original(self)
-    self.total_steps += 1
+    self.state.total_steps += 1
 
 
-@bug(Trainer, "_load_data")
+@bug(Trainer, "load_data")
 def cursor_of_full_batches(original: Any, self: Trainer) -> Any:
     """A resumed run takes all batches before it for full ones, also those of the ramp-up."""
-    consumed, self.consumed_samples = self.consumed_samples, self.step * self.config.training.global_batch_size
+    consumed = self.state.consumed_samples
+    self.state.consumed_samples = self.state.step * self.config.training.global_batch_size
     data = original(self)
-    self.consumed_samples = consumed
+    self.state.consumed_samples = consumed
     return data
 
 

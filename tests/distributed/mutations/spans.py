@@ -6,7 +6,7 @@ from unittest.mock import patch
 from tests.distributed.mutations import bug
 from titan_like.data.batch import Batch
 from titan_like.data.objectives.span_corruption import SpanCorruption
-from titan_like.train.trainer import Trainer
+from titan_like.train.validation import Validator
 
 
 @bug(SpanCorruption, "apply")
@@ -25,8 +25,8 @@ def padding_carries_a_loss(original: Any, self: SpanCorruption, *arguments: Any)
     return made
 
 
-@bug(Trainer, "validate")
-def the_same_spans_in_every_sample_of_validation(original: Any, self: Trainer, *split: str) -> float:
+@bug(Validator, "validate")
+def the_same_spans_in_every_sample_of_validation(original: Any, self: Validator, *split: str) -> float:
     """Validation draws the spans of its first sample for all."""
     apply = SpanCorruption.apply
     with patch.object(SpanCorruption, "apply", lambda self, sample, seed, index: apply(self, sample, seed, 0)):

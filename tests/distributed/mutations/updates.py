@@ -42,19 +42,19 @@ def after_init(change: Callable[[Trainer], None]) -> Prepare:
 @after_init
 def bad_gradients_kept(self: Trainer) -> None:
     """A skipped step leaves its gradients for the next one to add to."""
-    zero_grad = self.optimizer.zero_grad
+    zero_grad = self.state.optimizer.zero_grad
 
     def zero_unless_bad(set_to_none: bool = True) -> None:
         if _are_finite(self.gradients_held):
             zero_grad(set_to_none)
 
-    self.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
+    self.state.optimizer.zero_grad = zero_unless_bad  # type: ignore[method-assign]
 
 
 @bug(Trainer, "train_step")
 def learning_rate_waits_in_skipped_steps(original: Any, self: Trainer, data: Any) -> Any:
     """The schedule counts updates in place of steps."""
-    factor, skipped = schedule.lr_factor, self.skipped_steps
+    factor, skipped = schedule.lr_factor, self.state.skipped_steps
     with patch.object(schedule, "lr_factor", lambda section, step, total: factor(section, step - skipped, total)):
         return original(self, data)
 
@@ -69,13 +69,13 @@ def end_of_decay_forgotten(original: Any, section: Any, step: int, total: int) -
 def gradients_not_unscaled(_: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
     """float16's loss scale stays in the gradients."""
     factor = (self.config.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
+    trainer.update(self.state.optimizer, self.gradients_held, lr, factor, skip)
 
 
 @after_init
 def vectors_decay(self: Trainer) -> None:
     """In half types weight decay applies to norms and biases too."""
-    for group in self.optimizer.param_groups if self.config.training.dtype in HALF else []:
+    for group in self.state.optimizer.param_groups if self.config.training.dtype in HALF else []:
         group["weight_decay"] = self.config.optimizer.weight_decay
 
 
@@ -107,28 +107,28 @@ def weights_rounded_to_bfloat16(self: Trainer) -> None:
             parameter.data.copy_(parameter.data.bfloat16())
 
     if self.config.training.dtype == "bfloat16":
-        self.optimizer.register_step_post_hook(round_weights)
+        self.state.optimizer.register_step_post_hook(round_weights)
 
 
 @after_init
 def betas_swapped(self: Trainer) -> None:
     """AdamW takes each of its betas for the other."""
-    for group in self.optimizer.param_groups:
+    for group in self.state.optimizer.param_groups:
         group["betas"] = group["betas"][::-1]
 
 
 @bug(Trainer, "_update")
 def small_gradients_scaled_up(_: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
     """Clipping brings every gradient to max_norm, smaller ones too."""
-    factor = self.config.training.max_norm / (grad_norm + 1e-6) / self.loss_scale
-    trainer.update(self.optimizer, self.gradients_held, lr, factor, skip)
+    factor = self.config.training.max_norm / (grad_norm + 1e-6) / self.state.loss_scale
+    trainer.update(self.state.optimizer, self.gradients_held, lr, factor, skip)
 
 
 @bug(Trainer, "_update")
 def clip_applied_twice(_: Any, self: Trainer, grad_norm: torch.Tensor, lr: float, skip: torch.Tensor) -> None:
     """The clip factor multiplies gradients twice."""
     clip = (self.config.training.max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    trainer.update(self.optimizer, self.gradients_held, lr, clip.square() / self.loss_scale, skip)
+    trainer.update(self.state.optimizer, self.gradients_held, lr, clip.square() / self.state.loss_scale, skip)
 
 
 @bug(adamw.AdamWUnit, "step")

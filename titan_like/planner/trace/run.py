@@ -21,7 +21,7 @@ from titan_like.data.batch import Batch
 from titan_like.models import parts
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import matrices_here
-from titan_like.parallel.apply import build_stages
+from titan_like.parallel.apply import Recipe, build_stages
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.data import groups_of, summed_in_full, units_of
 from titan_like.parallel.extend import extend
@@ -79,9 +79,9 @@ def run_trace(key: TraceKey) -> Program:
         mesh = build_mesh(layout, "cpu")
         with parts.WithoutInit():
             config = _config(key, layout)
-            tuning = Tuning(layers_on_device=0)
-            placement = mesh, torch.device("cpu"), splits, tuning, cast(Any, _WithoutDataParallel)
-            stages, expert_mesh = build_stages(config, key.model, *placement)
+            tuning, without_data_parallel = Tuning(layers_on_device=0), cast(Any, _WithoutDataParallel)
+            recipe = Recipe(config, key.model, mesh, torch.device("cpu"), tuning, without_data_parallel)
+            stages, expert_mesh = build_stages(recipe, splits)
         if key.splits_backward:
             stages = [replace(stage, weight_gradients=defer_weight_gradients(stage.module)) for stage in stages]
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
