@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
 
+from titan_like.parallel.activation_checkpoint import Recomputed
 from titan_like.planner.trace.levels import (
     BACKWARD,
     FORWARD,
@@ -22,6 +27,7 @@ from titan_like.planner.trace.levels import (
     fill_in_levels,
 )
 from titan_like.planner.trace.program import HOST, Attention, Collective, Gemm, Pass, Segment
+from titan_like.planner.trace.stand_ins import DECOMPOSED
 from titan_like.torch_private import TorchDispatchMode, local_tensor, process_group, schema_of
 
 _GROUPED = {"_grouped_mm", "expert_product", "expert_weight_gradient"}  # with a matrix for each group of rows
@@ -51,14 +57,13 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         segments: list[Segment],
-        is_recomputing: Callable[[], bool] = lambda: False,
         compiled: range = range(0),
         budget: float = 1.0,
     ) -> None:
         """``compiled``: the segments of which a compiler makes one graph each for both passes, within a ``budget``."""
         super().__init__()
-        self.budget = budget
-        self.segments, self.is_recomputing, self.compiled = segments, is_recomputing, compiled
+        self.segments, self.compiled, self.budget = segments, compiled, budget
+        self.is_recomputing = False  # whether activation checkpointing repeats a forward pass
         self.groups: dict[str, tuple[int, int]] = {}  # as `Program.groups`
         self.segment, self.which = 0, FORWARD
         self.events: list[Event] = []
@@ -84,6 +89,26 @@ class Recorder(TorchDispatchMode):
         boundary = 0 if gradient is None else self.number_of(gradient)
         self.events.append(Event(segment, which, 0, 0, boundary))
 
+    def follow_recomputation(self, model: nn.Module) -> None:
+        """Tell apart what activation checkpointing repeats."""
+        for module in model.modules():
+            if isinstance(module, Recomputed):
+                contexts = partial(self._contexts, module.checkpoint_options.get("context_fn", noop_context_fn))
+                module.checkpoint_options = {**module.checkpoint_options, "context_fn": contexts}
+
+    def _contexts(self, contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        forward, repeated = contexts()
+        return forward, self._repeats(repeated)
+
+    @contextmanager
+    def _repeats(self, context: Any) -> Iterator[None]:
+        self.is_recomputing = True
+        try:
+            with context:
+                yield
+        finally:
+            self.is_recomputing = False
+
     @property
     def current(self) -> Pass:
         """The pass that operators are recorded into now."""
@@ -107,12 +132,12 @@ class Recorder(TorchDispatchMode):
         self._alive[key] = self._last_number, size
         self._made_in.append(self.segment)
         self._references[key] = weakref.ref(storage, lambda _: self._free(key))
-        self.events.append(Event(self.segment, self.which, self._last_number, size, repeats=self.is_recomputing()))
+        self.events.append(Event(self.segment, self.which, self._last_number, size, repeats=self.is_recomputing))
 
     def _free(self, key: int) -> None:
         number, size = self._alive.pop(key)
         del self._references[key]
-        self.events.append(Event(self.segment, self.which, number, -size, repeats=self.is_recomputing()))
+        self.events.append(Event(self.segment, self.which, number, -size, repeats=self.is_recomputing))
 
     def is_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""
@@ -124,6 +149,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in DECOMPOSED:
+            with self:
+                return DECOMPOSED[func](*args, **kwargs)
         result = func(*args, **kwargs)
         name = schema_of(func).name.partition("::")[2]
         inputs = list(_tensors(args))
@@ -145,7 +173,7 @@ class Recorder(TorchDispatchMode):
             self._views[self.number_of(tensor)][_view(tensor)] = _bytes(tensor)
         if changes_inputs and not outputs:
             outputs = inputs[:1]
-        recomputed, current = self.is_recomputing(), self.current
+        recomputed, current = self.is_recomputing, self.current
         current.launches += 1
         work: Gemm | Attention | Collective | None = None
         kind, size = "other", 0
