@@ -20,7 +20,6 @@ from titan_like.planner.trace.levels import (
     BACKWARD,
     FORWARD,
     Event,
-    Operator,
     Storages,
     View,
     events_as_compiled,
@@ -54,15 +53,10 @@ class FusedGroup(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Records what runs inside it. `enter` says which segment and pass that is."""
 
-    def __init__(
-        self,
-        segments: list[Segment],
-        compiled: range = range(0),
-        budget: float = 1.0,
-    ) -> None:
-        """``compiled``: the segments of which a compiler makes one graph each for both passes, within a ``budget``."""
+    def __init__(self, segments: list[Segment], compiled: range = range(0)) -> None:
+        """``compiled``: the segments of which a compiler makes one graph each for both passes."""
         super().__init__()
-        self.segments, self.compiled, self.budget = segments, compiled, budget
+        self.segments, self.compiled = segments, compiled
         self.is_recomputing = False  # whether activation checkpointing repeats a forward pass
         self.groups: dict[str, tuple[int, int]] = {}  # as `Program.groups`
         self.segment, self.which = 0, FORWARD
@@ -75,10 +69,10 @@ class Recorder(TorchDispatchMode):
         self._gradients: dict[int, tuple[int, int]] = {}
         self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
-        self._operators: dict[int, Operator] = {}  # storages that a compiler may compute twice → what wrote them
+        # Storages that a compiler may compute twice → those they come from, and what of them.
+        self._sources: dict[int, list[tuple[int, View]]] = {}
         self._needed: set[int] = set()  # storages that a backward pass, or another segment, needs in memory
-        self._outside: set[int] = set()  # storages that another segment needs
-        # Storage → bytes of its views that backward passes read, by offset and shape.
+        # Storage → bytes of its views that backward passes read.
         self._views: defaultdict[int, dict[View, int]] = defaultdict(dict)
         self._offloaded: defaultdict[int, set[int]] = defaultdict(set)  # segment → storages
 
@@ -158,9 +152,7 @@ class Recorder(TorchDispatchMode):
         outputs = list(_tensors([result, *kwargs.values()]))
         changes_inputs = schema_of(func).is_mutable
         input_numbers = {self.number_of(tensor) for tensor in inputs}
-        foreign = {number for number in input_numbers if self._made_in[number] != self.segment}
-        self._needed |= foreign
-        self._outside |= foreign
+        self._needed |= {number for number in input_numbers if self._made_in[number] != self.segment}
         if name == "to_host":
             self._offloaded[self.segment] |= input_numbers
             return result
@@ -176,28 +168,22 @@ class Recorder(TorchDispatchMode):
         recomputed, current = self.is_recomputing, self.current
         current.launches += 1
         work: Gemm | Attention | Collective | None = None
-        kind, size = "other", 0
+        size = 0
         if is_message:
-            kind, (work, size) = "message", self._collective(name, args, inputs, outputs, recomputed)
+            work, size = self._collective(name, args, inputs, outputs, recomputed)
         elif name in _GEMMS:
-            kind, work = "product" if name not in _GROUPED else "other", _gemm(name, inputs, recomputed)
+            work = _gemm(name, inputs, recomputed)
         elif "attention" in name:
             work = _attention(name, args, inputs, recomputed)
         else:
-            kind = "pointwise"
             self._pointwise(inputs, outputs, recomputed)
-        current.add(work, size)
-        if self.which == FORWARD and not (changes_inputs or torch.Tag.nondeterministic_seeded in func.tags):
-            read, left = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
-            if kind == "pointwise":
+            if self.which == FORWARD and not (changes_inputs or torch.Tag.nondeterministic_seeded in func.tags):
                 read = max(map(_bytes, inputs), default=0)
-            sources = [(self.number_of(tensor), _view(tensor)) for tensor in inputs]
-            for number in written.keys() - input_numbers:
-                left = _bytes(written[number]) if kind == "pointwise" else left
-                is_reduction = kind in ("pointwise", "other") and 4 * left < read
-                self._operators[number] = Operator("reduction" if is_reduction else kind, sources, work, size)
-        if kind == "pointwise":
+                for number in written.keys() - input_numbers:
+                    if 4 * _bytes(written[number]) >= read:  # else it is a reduction
+                        self._sources[number] = [(self.number_of(tensor), _view(tensor)) for tensor in inputs]
             return result
+        current.add(work, size)
         for number in input_numbers:
             self._used_in[number].add(_OUTSIDE)
         self._needed |= input_numbers if self.which == BACKWARD else set()
@@ -251,10 +237,8 @@ class Recorder(TorchDispatchMode):
             for storage in group.writes
             if self._used_in[storage] == {number} and storage not in self._gradients
         }
-        storages = Storages(self._operators, self._needed, self._outside, inside, self._views)
-        compiled = events_as_compiled(self.events, self.compiled, storages, self.budget, self._offloaded)
-        for index, operator in compiled.recomputed:
-            self.segments[index].backward.add(operator.work and operator.work._replace(recomputed=True), operator.size)
+        storages = Storages(self._sources, self._needed, inside, self._views)
+        compiled = events_as_compiled(self.events, self.compiled, storages, self._offloaded)
         for index, sizes in compiled.moved.items():
             for part, kind in ((self.segments[index].forward, "to_host"), (self.segments[index].backward, "from_host")):
                 part.collectives[Collective(kind, HOST, False)] = len(sizes), sum(sizes)
@@ -264,9 +248,6 @@ class Recorder(TorchDispatchMode):
                 left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
                 owner.fused_bytes = _plus(owner.fused_bytes, sum(reads.values()) + left, recomputed)
                 owner.fused_launches += 1
-        for index, size in compiled.written.items():
-            backward = self.segments[index].backward
-            backward.fused_bytes = _plus(backward.fused_bytes, 2 * size, True)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:

@@ -82,7 +82,7 @@ def run_trace(key: TraceKey) -> Program:
             stages = [replace(stage, weight_gradients=defer_weight_gradients(stage.module)) for stage in stages]
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
         compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
-        recorder = Recorder(segments, compiled, key.budget)
+        recorder = Recorder(segments, compiled)
         modules = [stage.module for stage in stages]
         for module in modules:
             without_host_reads(module, key.expert_load)
