@@ -237,7 +237,8 @@ def _blocks(length: int, ranges: Ranges, how: Exchange, source: int | None) -> I
 
 def _attend(q: Tensor, keys: Tensor, block: Block, how: Exchange) -> tuple[Tensor, Tensor]:
     if block.first is not None and block.end is not None:
-        return interval_attention.attend(q, *keys, block.first, block.end, None, how.scale, how.softcap)
+        k, v = keys
+        return interval_attention.attend(q, k, v, block.first, block.end, None, how.scale, how.softcap)
     return flash_attention(q, keys, block.is_causal, how.scale)
 
 

@@ -174,7 +174,7 @@ def statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: floa
 
     logits [positions, columns], columns [positions] → [2, positions].
     """
-    return torch.cat([_statistics(*block, size, cap) for block in _blocks(logits, columns)], 1)
+    return torch.cat([_statistics(block, column, size, cap) for block, column in _blocks(logits, columns)], 1)
 
 
 @torch.library.custom_op("titan_like::loss_gradient", mutates_args=("logits",), device_types="cpu")
@@ -186,13 +186,8 @@ def write_gradient(
     columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero. The gradient is that of
     the logits before the soft cap.
     """
-    for block in _blocks(logits, columns, denominator, scale):
-        _write_gradient(*block, size, cap)
-
-
-statistics.register_kernel("cuda")(lambda *inputs: _compiled(_statistics)(*inputs))
-write_gradient.register_kernel("cuda")(lambda *inputs: _compiled(_write_fused_gradient)(*inputs))
-statistics.register_fake(lambda logits, *_: logits.new_empty(2, len(logits), dtype=accumulator(logits)))
+    for block, column, total, factors in _blocks(logits, columns, denominator, scale):
+        _write_gradient(block, column, total, factors, size, cap)
 
 
 def _blocks(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -247,3 +242,8 @@ def _slope(capped: torch.Tensor, cap: float) -> torch.Tensor:
 @cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
+
+
+statistics.register_kernel("cuda")(lambda *inputs: _compiled(_statistics)(*inputs))
+write_gradient.register_kernel("cuda")(lambda *inputs: _compiled(_write_fused_gradient)(*inputs))
+statistics.register_fake(lambda logits, *_: logits.new_empty(2, len(logits), dtype=accumulator(logits)))

@@ -237,7 +237,7 @@ def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[None]:
     with suppress(RuntimeError):  # registered already
         torch.library.register_fake("c10d::allreduce_coalesced_", _merged_all_reduce)
     # No `TorchFunctionMode`, which is off while `backward` runs, and with it recomputation.
-    kernels = {
+    kernels: dict[str, Any] = {
         "scaled_dot_product_attention": _scaled_dot_product_attention,
         "dropout": _dropout,
         "rms_norm": lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight),
