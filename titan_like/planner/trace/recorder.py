@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -92,16 +91,7 @@ class Recorder(TorchDispatchMode):
 
     def _contexts(self, contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         forward, repeated = contexts()
-        return forward, self._repeats(repeated)
-
-    @contextmanager
-    def _repeats(self, context: Any) -> Iterator[None]:
-        self.is_recomputing = True
-        try:
-            with context:
-                yield
-        finally:
-            self.is_recomputing = False
+        return forward, _Repeated(self, repeated)
 
     @property
     def current(self) -> Pass:
@@ -248,6 +238,21 @@ class Recorder(TorchDispatchMode):
                 left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
                 owner.fused_bytes = _plus(owner.fused_bytes, sum(reads.values()) + left, recomputed)
                 owner.fused_launches += 1
+
+
+class _Repeated:
+    """Marks what runs in a context as recomputed. It keeps the context and its tensors for as long as torch does."""
+
+    def __init__(self, recorder: Recorder, context: Any) -> None:
+        self.recorder, self.context = recorder, context
+
+    def __enter__(self) -> None:
+        self.recorder.is_recomputing = True
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self.recorder.is_recomputing = False
+        return self.context.__exit__(*error)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
