@@ -12,7 +12,7 @@ from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CPShard, RingCore, apply_context_parallel
-from titan_like.parallel.cp_attention import _attention, shard, shard_positions, unshard
+from titan_like.parallel.cp_attention import attention, shard, shard_positions, unshard
 from titan_like.parallel.extend import extend
 
 
@@ -98,7 +98,7 @@ def test_denominators_are_merged_in_float32(is_masked: bool, travels: bool) -> N
     order = torch.arange(16)[None]
     first, end = (order * 0, order + 1) if is_masked else (None, None)
     # Of one process, which sends nothing.
-    result, denominator = _attention(q, torch.stack((k, v)), first, end, None, True, 0.5, 0.0, 0, "", 1, 0, travels)
+    result, denominator = attention(q, torch.stack((k, v)), first, end, None, True, 0.5, 0.0, 0, "", 1, 0, travels)
     scores = (q.float() @ k.repeat_interleave(2, 1).float().transpose(2, 3)) * 0.5
     expected = scores.masked_fill(order > order.T, -torch.inf).logsumexp(3)
     assert result.dtype == torch.bfloat16 and denominator.dtype == torch.float32

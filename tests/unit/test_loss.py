@@ -102,6 +102,17 @@ def test_compiled_form_is_the_same(cap):
     torch.testing.assert_close(logits, again, **within)
 
 
+def test_operators_are_correct_for_torch():
+    logits, columns = torch.randn(12, PADDED), torch.randint(-1, VOCAB, (12,))
+    rows = logits.logsumexp(1), torch.rand(12)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.titan_like.loss_statistics.default, (logits, columns, VOCAB, 2.0), test_utils=checks
+    )
+    inputs = logits, columns, *rows, VOCAB, 2.0
+    torch.library.opcheck(torch.ops.titan_like.loss_gradient.default, inputs, test_utils=checks)
+
+
 @pytest.mark.parametrize("wrong", [VOCAB, PADDED, -5])
 def test_a_label_outside_the_vocabulary_makes_loss_and_gradient_nan(wrong):
     leaves, labels = some(torch.float32)

@@ -4,6 +4,7 @@ import importlib
 import math
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,8 @@ from titan_like.data.objectives.masks import masks_of
 from titan_like.data.readers.indexed import IndexedWriter
 from titan_like.data.source import DataRequest, Source
 from titan_like.models.batch import Batch
-from titan_like.models.layers import attention
-from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.interval_attention import interval_attention
+from titan_like.models.layers.attention import AttentionCore, flex_attention
+from titan_like.models.layers.interval_attention import Scores, interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import resolve_layout
@@ -85,7 +85,7 @@ def test_interval_attention_and_its_gradients(
     sinks = [torch.randn(4, generator=generator, dtype=torch.float64)] if has_sinks else []
     results = []
     for attend in (
-        lambda q, k, v, *sinks: interval_attention(q, k, v, visible.first, visible.end, 0.7, softcap, *sinks),
+        lambda q, k, v, *sinks: interval_attention(q, k, v, visible, Scores(0.7, softcap, *sinks)),
         lambda q, k, v, *sinks: dense(q, k, v, visible.mask(), 0.7, softcap, *sinks),
     ):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
@@ -171,7 +171,7 @@ def test_half_types_round_only_their_inputs_and_outputs() -> None:
     generator = torch.Generator().manual_seed(0)
     visible = intervals(2, 33, generator)
     q, k, v = (torch.randn(2, 2, 33, 16, generator=generator).bfloat16() for _ in range(3))
-    found = interval_attention(q, k, v, visible.first, visible.end, 16**-0.5)
+    found = interval_attention(q, k, v, visible, Scores(16**-0.5))
     wanted = dense(q.double(), k.double(), v.double(), visible.mask())
     assert found.dtype == torch.bfloat16
     assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
@@ -205,7 +205,7 @@ def test_attention_scales_the_scores_whatever_hides_keys(scale: float | None, dr
 @pytest.mark.parametrize("seq_len", [256, 300, 40])
 @in_float64()
 def test_block_mask_is_the_same_mask(seq_len: int) -> None:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention import flex_attention as flex
 
     generator = torch.Generator().manual_seed(seq_len)
     visible = intervals(2, seq_len, generator)
@@ -222,7 +222,7 @@ def test_block_mask_is_the_same_mask(seq_len: int) -> None:
     seen = tiles | ~real[:, :, None, None]  # queries past the end may see anything
     assert seen.all(5).all(3)[full].all()  # whatever is computed without a mask is seen
     q, k, v = (torch.randn(2, 4, seq_len, 16, generator=generator) for _ in range(3))
-    found = flex_attention(q, k[:, :2], v[:, :2], block_mask=blocks, enable_gqa=True)
+    found = flex.flex_attention(q, k[:, :2], v[:, :2], block_mask=blocks, enable_gqa=True)
     torch.testing.assert_close(found, dense(q, k[:, :2], v[:, :2], visible.mask()), rtol=bound(), atol=bound())
 
 
@@ -263,7 +263,6 @@ import pathlib, re, torch
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
 from titan_like.data.objectives.masks import Masks
-from titan_like.models.layers import attention
 from titan_like.models.layers.attention import AttentionCore
 
 torch.set_num_threads(1)
@@ -337,7 +336,6 @@ def test_flex_attention_with_windows_soft_caps_and_sinks(
     """Uncompiled, because torch has no compiled backward pass on CPUs, and without its check of that."""
     from torch.nn.attention import flex_attention as flex
 
-    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex.flex_attention)
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     seq_len, generator = 300, torch.Generator().manual_seed(1)
     visible = intervals(2, seq_len, generator)
@@ -346,10 +344,11 @@ def test_flex_attention_with_windows_soft_caps_and_sinks(
     q, k, v = (torch.randn(2, heads, seq_len, 16, generator=generator) for heads in (4, 2, 2))
     leaves = [q, k, v, *([torch.randn(4, generator=generator)] if has_sinks else [])]
     weight, results = torch.randn(q.shape, generator=generator), []
-    for ranges in (visible._replace(blocks=blocks), visible):
+    by_blocks = partial(flex_attention, kernel=flex.flex_attention)
+    for attend, what in ((by_blocks, blocks), (interval_attention, visible)):
         inputs = [x.clone().requires_grad_() for x in leaves]
         sinks = inputs[3] if has_sinks else None
-        output = attention.ranged_attention(inputs[0], inputs[1], inputs[2], ranges, 0.25, softcap, sinks)
+        output = attend(inputs[0], inputs[1], inputs[2], what, Scores(0.25, softcap, sinks))
         results.append([output, *torch.autograd.grad((output * weight).sum(), inputs)])
     for found, wanted in zip(*results, strict=True):
         assert (found - wanted).abs().max() <= bound() * wanted.abs().max()

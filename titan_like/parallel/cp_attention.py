@@ -10,7 +10,7 @@ them. Each CP shard has two load-balanced chunks of a sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,20 @@ class Exchange(NamedTuple):
     travels: bool  # whether keys are passed on; else each rank has those of the whole sequence
 
 
+class BlockSteps(NamedTuple):
+    """What an operator calls for each block and message, as functions, so that whoever watches can replace them."""
+
+    attend: Callable[..., Any]  # q, keys, block, exchange → output, denominator
+    gradients: Callable[..., Any]  # (gradient, q, output, denominator), keys, block, exchange → of q, k and v
+    merge: Callable[..., None]  # output, denominator, result, total; the first two in place
+    exchange_gradients: Callable[..., torch.Tensor]  # gradients of keys, exchange → those from the rank before
+
+    @classmethod
+    def default(cls) -> BlockSteps:
+        """Those of this module."""
+        return cls(_attend, _gradients, _merge, _exchange)
+
+
 Tensor = torch.Tensor
 Ranges = tuple[Tensor | None, Tensor | None]  # first and end
 
@@ -87,45 +101,47 @@ def cp_attention(
             torch.zeros_like(positions), positions + 1 if core.is_causal else torch.full_like(positions, length)
         )
     first, end, _, window = ranges or (None, None, None, 0)
-    settings = core.is_causal, core.scale_of(q), core.softcap, window, group.name, group.size, group.rank, travels
-    return _attention(q, keys, first, end, core.local_sinks(), *Exchange(*settings))[0]
+    scale, softcap, sinks = core.scores_of(q)
+    exchange = Exchange(core.is_causal, scale, softcap, window, group.name, group.size, group.rank, travels)
+    return attention(q, keys, first, end, sinks, *exchange)[0]
 
 
 def cp_attention_forward(
-    q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, sinks: Tensor | None, *settings: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, sinks: Tensor | None, *settings: Any,
+    steps: BlockSteps | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`cp_attention` without gradients: its result, and the logarithm of the softmax's denominators, [..., queries].
 
     ``settings`` are those of `Exchange`.
     """
-    how, dtype = Exchange(*settings), interval_attention.accumulator(q)
+    how, dtype, steps = Exchange(*settings), interval_attention.accumulator(q), steps or BlockSteps.default()
     output = interval_attention.empty_like(q).to(dtype).zero_()
     denominator = interval_attention.denominators_before(q, sinks)
     for source, held_keys in _passing(keys, how):
         for block in _blocks(q.shape[2], (first, end), how, source):
-            result, total = _attend(q[:, :, block.queries], held_keys[..., block.keys, :], block, how)
-            _merge(output[:, :, block.queries], denominator[:, :, block.queries], result, total)
+            result, total = steps.attend(q[:, :, block.queries], held_keys[..., block.keys, :], block, how)
+            steps.merge(output[:, :, block.queries], denominator[:, :, block.queries], result, total)
     return output.to(q.dtype), denominator
 
 
 def cp_attention_backward(
     gradient: Tensor, q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, sinks: Tensor | None,
-    output: Tensor, denominator: Tensor, *settings: Any,
+    output: Tensor, denominator: Tensor, *settings: Any, steps: BlockSteps | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, keys and values, and sinks, from that of the result of `cp_attention_forward`."""
-    how = Exchange(*settings)
+    how, steps = Exchange(*settings), steps or BlockSteps.default()
     of_q = torch.zeros_like(q, dtype=denominator.dtype)
     of_keys = torch.zeros_like(keys, dtype=denominator.dtype)
     for source, held_keys in _passing(keys, how):
         if source not in (None, how.rank):
-            of_keys = _exchange(of_keys, how)
+            of_keys = steps.exchange_gradients(of_keys, how)
         for block in _blocks(q.shape[2], (first, end), how, source):
             parts = [x[:, :, block.queries] for x in (gradient, q, output, denominator)]
-            of_queries, *of_both = _gradients(parts, held_keys[..., block.keys, :], block, how)
+            of_queries, *of_both = steps.gradients(parts, held_keys[..., block.keys, :], block, how)
             of_q[:, :, block.queries] += of_queries
             for total, result in zip(of_keys[..., block.keys, :].unbind(), of_both, strict=True):
                 total += result
-    of_keys = _exchange(of_keys, how) if how.travels else of_keys
+    of_keys = steps.exchange_gradients(of_keys, how) if how.travels else of_keys
     of_sinks = q.new_empty(0)
     if sinks is not None:
         mean = (gradient.to(denominator.dtype) * output).sum(3)
@@ -133,18 +149,24 @@ def cp_attention_backward(
     return of_q.to(q.dtype), of_keys.to(keys.dtype), of_sinks
 
 
-# Operators of their own, because a compiler could not trace the messages. The planner runs the functions themselves.
+# Operators of their own, because a compiler could not trace the messages.
 _INPUTS = "Tensor q, Tensor keys, Tensor? first, Tensor? end, Tensor? sinks"
 _SETTINGS = "bool c, float s, float m, int w, str g, int n, int r, bool t"
-_attention = torch.library.custom_op(
+attention = torch.library.custom_op(
     "titan_like::cp_attention", cp_attention_forward, mutates_args=(),
     schema=f"({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)",
 )  # fmt: skip
-_attention_gradients = torch.library.custom_op(
+attention_gradients = torch.library.custom_op(
     "titan_like::cp_attention_backward", cp_attention_backward, mutates_args=(),
     schema=f"(Tensor gradient, {_INPUTS}, Tensor output, Tensor denominator, {_SETTINGS})"
     " -> (Tensor, Tensor, Tensor)",
 )  # fmt: skip
+
+WITH_STEPS: dict[Any, Callable[..., Any]] = {
+    torch.ops.titan_like.cp_attention.default: cp_attention_forward,
+    torch.ops.titan_like.cp_attention_backward.default: cp_attention_backward,
+}
+"""The function that each operator runs, for a dispatch mode that gives it other `BlockSteps`."""
 
 
 def _passing(block: Tensor, how: Exchange) -> Iterator[tuple[int | None, Tensor]]:
@@ -214,19 +236,19 @@ def _blocks(length: int, ranges: Ranges, how: Exchange, source: int | None) -> I
 
 
 def _attend(q: Tensor, keys: Tensor, block: Block, how: Exchange) -> tuple[Tensor, Tensor]:
-    k, v = keys
     if block.first is not None and block.end is not None:
+        k, v = keys
         return interval_attention.attend(q, k, v, block.first, block.end, None, how.scale, how.softcap)
-    return flash_attention(q, k, v, block.is_causal, how.scale)
+    return flash_attention(q, keys, block.is_causal, how.scale)
 
 
 def _gradients(parts: list[Tensor], keys: Tensor, block: Block, how: Exchange) -> tuple[Tensor, ...]:
-    (gradient, q, output, denominator), (k, v) = parts, keys
-    if block.first is not None and block.end is not None:
-        mean, ranges = (gradient.to(denominator.dtype) * output).sum(3), (block.first, block.end)
-        scaled = how.scale, how.softcap
-        return interval_attention.gradients(gradient, q, k, v, *ranges, *scaled, denominator, mean)
-    return flash_attention_gradients(gradient, q, k, v, output, denominator, block.is_causal, how.scale)
+    if block.first is None or block.end is None:
+        return flash_attention_gradients(parts, keys, block.is_causal, how.scale)
+    gradient, q, output, denominator = parts
+    mean, ranges = (gradient.to(denominator.dtype) * output).sum(3), KeyRanges(block.first, block.end)
+    scores = interval_attention.Scores(how.scale, how.softcap)
+    return interval_attention.gradients(gradient, (q, *keys), ranges, scores, (denominator, mean))
 
 
 def _merge(output: torch.Tensor, denominator: torch.Tensor, result: torch.Tensor, total: torch.Tensor) -> None:
@@ -238,10 +260,10 @@ def _merge(output: torch.Tensor, denominator: torch.Tensor, result: torch.Tensor
     denominator.copy_(merged)
 
 
-_attention.register_fake(
+attention.register_fake(
     lambda q, *_: (interval_attention.empty_like(q), q.new_empty(q.shape[:3], dtype=interval_attention.accumulator(q)))
 )
-_attention_gradients.register_fake(
+attention_gradients.register_fake(
     lambda _, q, keys, first, end, sinks, *__: (
         *map(torch.empty_like, (q, keys)), q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     )
@@ -255,8 +277,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, _denominator: None) -> tuple[torch.Tensor | None, ...]:
-    *gradients, of_sinks = _attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings)
+    *gradients, of_sinks = attention_gradients(gradient, *ctx.saved_tensors, *ctx.settings)
     return *gradients, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
 
 
-_attention.register_autograd(_backward, setup_context=_save)
+attention.register_autograd(_backward, setup_context=_save)

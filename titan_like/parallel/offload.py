@@ -53,8 +53,8 @@ class HostMemory:
         """What tells that the copies so far have ended."""
         return None if self.stream is None else self.stream.record_event()
 
-    def store(self, flat: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor of one dimension to a buffer."""
+    def store(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """Copy a tensor of one dimension to a buffer. Without one it stays on the device."""
         free = self._free[len(flat), flat.dtype]
         buffer = free.pop() if free else torch.empty(flat.shape, dtype=flat.dtype, pin_memory=self.stream is not None)
         return buffer.copy_(flat, non_blocking=True)

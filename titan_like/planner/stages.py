@@ -234,12 +234,12 @@ def _stage_program(
     ``before``: layers of earlier stages, modulo n.
     """
     program = source(key)
-    plain = program if every == 1 else source(key._replace(recompute="none", budget=1.0))
+    plain = program if every == 1 else source(key._replace(recompute="none"))
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
     if key.offload and is_last:  # whose last layer keeps its tensors
         last = len(kinds) - 1
-        recompute = ("none", 1.0) if (before + last) % every else (key.recompute, key.budget)
-        on_device = source(key._replace(offload=False, recompute=recompute[0], budget=recompute[1]))
+        recompute = "none" if (before + last) % every else key.recompute
+        on_device = source(key._replace(offload=False, recompute=recompute))
         layers[last] = on_device.layers[kinds[last]]
     segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
     element = BYTES[stored_dtype(key.dtype)]

@@ -44,7 +44,7 @@ Functions import what they need when they are called: planning must not load wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -177,30 +177,29 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+    q: torch.Tensor, keys: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the attention, the logarithm of the softmax's denominators [batch, heads, queries]).
 
-    q is [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim]. On GPUs in half types only.
+    q is [batch, heads, queries, head_dim], keys and values [2, batch, kv_heads, keys, head_dim]. On GPUs in half types
+    only.
     """
-    aten, k, v = torch.ops.aten, _for_each_head(k, q), _for_each_head(v, q)
+    aten, (k, v) = torch.ops.aten, _for_each_head(keys, q)
     if q.is_cuda:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
 
 
 def flash_attention_gradients(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    denominator: torch.Tensor,
-    is_causal: bool,
-    scale: float,
+    parts: Sequence[torch.Tensor], keys: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k and v, where ``output`` and ``denominator`` may be those of attention to further keys too."""
-    aten, kv_heads, k, v = torch.ops.aten, k.shape[1], _for_each_head(k, q), _for_each_head(v, q)
+    """Gradients of q, keys and values.
+
+    ``parts`` are the gradient of the output, q, the output and the denominators. The latter two may be those of
+    attention to further keys too.
+    """
+    (gradient, q, output, denominator), kv_heads = parts, keys.shape[2]
+    aten, (k, v) = torch.ops.aten, _for_each_head(keys, q)
     tensors = gradient, q, k, v, output, denominator.contiguous()
     if q.is_cuda:
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seeds of dropout
@@ -214,8 +213,9 @@ def flash_attention_gradients(
     return of_q, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in of_keys)
 
 
-def _for_each_head(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+def _for_each_head(keys: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values, each repeated for the query heads that share it."""
+    return [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in keys]
 
 
 def default_store() -> Any:

@@ -24,11 +24,12 @@ from torch import nn
 from titan_like.data.batch import Batch
 from titan_like.metrics.record import StepRecord
 from titan_like.models.layers import cross_entropy
-from titan_like.models.layers.cross_entropy import Vocabulary
 from titan_like.models.layers.init import local_part
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.shards import full_tensor, num_matrices
 from titan_like.parallel import cp_attention
+from titan_like.parallel.cp_attention import BlockSteps
+from titan_like.torch_private import TorchDispatchMode
 from titan_like.train.pending_step import PendingStep
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import EPS, HALF, SINGLE, Key, Reference, Report, Row, distance
@@ -111,6 +112,26 @@ class NarrowWatch(LayoutWatch):
                 self.report.add(key, off, _STATE_ROUNDINGS * EPS[SINGLE] + floor / size, name)
 
 
+class _Operators(TorchDispatchMode):
+    """Lets a watch check what operators compute."""
+
+    def __init__(self, watch: HalfWatch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Layers are compiled as without this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cp_attention.WITH_STEPS:
+            return cp_attention.WITH_STEPS[func](*args, steps=self.watch.block_steps())
+        if func is torch.ops.titan_like.loss_gradient.default:
+            return self.watch.check_loss(*args)
+        return func(*args, **(kwargs or {}))
+
+
 class HalfWatch(NarrowWatch):
     """Also checks how a run in a 16-bit dtype sums, and that it can be resumed."""
 
@@ -123,21 +144,6 @@ class HalfWatch(NarrowWatch):
     @contextmanager
     def watched_sums(self) -> Iterator[None]:
         """Check sums between processes, of blocks of attention, and of the loss, while this lasts."""
-        exchange, merge = cp_attention._exchange, cp_attention._merge
-
-        def watched_merge(
-            output: torch.Tensor, total: torch.Tensor, block: torch.Tensor, summand: torch.Tensor
-        ) -> None:
-            sees_both = total.isfinite() & summand.isfinite()
-            merge(output, total, block, summand)
-            for value in (output[sees_both], total[sees_both]) if sees_both.any() else ():
-                self._note_sum(_MERGED, value.dtype if finer(value, self.dtype) else getattr(torch, self.dtype))
-
-        def watched_exchange(*ring: Any) -> torch.Tensor:
-            self.is_travelling = True
-            received = exchange(*ring)
-            self.is_travelling = False
-            return received
 
         def watched(original: Callable, name: str, *args: Any, **options: Any) -> Any:
             is_ring = name == "batch_isend_irecv"
@@ -147,14 +153,29 @@ class HalfWatch(NarrowWatch):
             return original(*args, **options)
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(cp_attention, "_exchange", watched_exchange))
-            stack.enter_context(patch.object(cp_attention, "_merge", watched_merge))
-            checked = partial(self._check_loss, cross_entropy._loss)
-            stack.enter_context(patch.object(cross_entropy, "_loss", checked))
             for name in _SUMS:
                 if original := getattr(dist, name, None):
                     stack.enter_context(patch.object(dist, name, partial(watched, original, name)))
+            stack.enter_context(_Operators(self))
             yield
+
+    def block_steps(self) -> BlockSteps:
+        """What operators of context parallelism call, with checks of the sums."""
+        steps = BlockSteps.default()
+
+        def merge(output: torch.Tensor, total: torch.Tensor, block: torch.Tensor, summand: torch.Tensor) -> None:
+            sees_both = total.isfinite() & summand.isfinite()
+            steps.merge(output, total, block, summand)
+            for value in (output[sees_both], total[sees_both]) if sees_both.any() else ():
+                self._note_sum(_MERGED, value.dtype if finer(value, self.dtype) else getattr(torch, self.dtype))
+
+        def exchange_gradients(*ring: Any) -> torch.Tensor:
+            self.is_travelling = True
+            received = steps.exchange_gradients(*ring)
+            self.is_travelling = False
+            return received
+
+        return steps._replace(merge=merge, exchange_gradients=exchange_gradients)
 
     def _note_sum(self, name: str, dtype: torch.dtype) -> None:
         """Check that a sum is computed in float32, or, for gradients between processes, in their dtype."""
@@ -168,32 +189,23 @@ class HalfWatch(NarrowWatch):
         key = Key(self.at_step or 1, Row.SUMS, name)
         self.report.require(dtype_name not in HALF or is_wanted, key, f"it is in {dtype_name}")
 
-    def _check_loss(
-        self, original: Callable[..., torch.Tensor], logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor,
-        vocabulary: Vocabulary, with_gradient: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        """The loss of a chunk, in place of ``original``, which is `cross_entropy._loss`.
+    def check_loss(self, logits: torch.Tensor, columns: torch.Tensor, *others: Any) -> None:
+        """Run `cross_entropy.write_gradient`, and check the gradient, and the softmax's denominators that it takes.
 
-        It is checked, with the gradient that it writes, against float64 from the same logits. Only the gradient may be
-        rounded to their dtype.
+        Both are compared with float64 from the same logits. Only the gradient may be rounded to their dtype.
         """
-        group = self.trainer.mesh.get_group("tp")  # shares the vocabulary, if several processes do
-
-        def combine(terms: torch.Tensor) -> torch.Tensor:
-            parts = [torch.empty_like(terms) for _ in range(group.size())]
-            dist.all_gather(parts, terms, group=group)
-            denominators, targets = torch.stack(parts, 1)
-            return torch.stack((denominators.logsumexp(0), targets.sum(0)))
-
-        exact, shared = logits.double(), vocabulary.combine and combine
-        expected = original(exact, labels, factor.double(), vocabulary._replace(combine=shared), with_gradient).item()
-        loss = original(logits, labels, factor, vocabulary, with_gradient)
+        exact, (denominator, scale, size, cap) = logits.double(), others
+        sums = cross_entropy.statistics(exact, columns, size, cap)
+        group = self.trainer.mesh.get_group("tp")  # shares the vocabulary
+        parts = [torch.empty_like(sums) for _ in range(group.size())]
+        dist.all_gather(parts, sums, group=group)
+        expected = torch.stack(parts)[:, 0].logsumexp(0)
+        cross_entropy.write_gradient(exact, columns, expected, scale.double(), size, cap)
+        cross_entropy.write_gradient(logits, columns, denominator, scale, size, cap)
         key = Key(min(self.at_step, self.small.num_steps) or 1, Row.SUMS, "loss of these logits")
-        self.report.add(key, abs(loss.item() - expected) / (abs(expected) or 1.0), _LOSS_ROUNDING)
-        if with_gradient:
-            apart = distance(logits, exact) / (exact.norm().item() or 1.0)
-            self.report.add(key, apart, torch.finfo(logits.dtype).eps / 2 + _LOSS_ROUNDING)
-        return loss
+        rounding = torch.finfo(logits.dtype).eps / 2
+        for value, wanted, allowed in ((denominator, expected, 0.0), (logits, exact, rounding)):
+            self.report.add(key, distance(value, wanted) / (wanted.norm().item() or 1.0), allowed + _LOSS_ROUNDING)
 
     def take_batch(self, batch: Batch) -> None:
         """From here on sums are computed in passes."""

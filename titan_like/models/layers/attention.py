@@ -13,7 +13,7 @@ from torch import nn
 
 from titan_like.models.batch import Context
 from titan_like.models.config import TransformerConfig
-from titan_like.models.layers.interval_attention import interval_attention
+from titan_like.models.layers.interval_attention import Scores, interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.models.layers.norms import Norm
 from titan_like.models.layers.positions import apply_rope
@@ -149,7 +149,17 @@ class AttentionCore(nn.Module):
                 scale=self.scale,
                 enable_gqa=is_grouped,
             )  # fmt: skip
-        return ranged_attention(q, k, v, document_mask, self.scale_of(q), self.softcap, self.local_sinks())
+        return self.attend_to_ranges(q, k, v, document_mask)
+
+    def attend_to_ranges(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: KeyRanges) -> torch.Tensor:
+        """Attention to ranges of keys, without dropout, by FlexAttention if there are blocks."""
+        if ranges.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
+            return interval_attention(q, k, v, ranges, self.scores_of(q))
+        return flex_attention(q, k, v, ranges.blocks, self.scores_of(q))
+
+    def scores_of(self, q: torch.Tensor) -> Scores:
+        """How the scores of queries [batch, heads, seq, head_dim] become probabilities."""
+        return Scores(self.scale_of(q), self.softcap, self.local_sinks())
 
     def local_sinks(self) -> torch.Tensor | None:
         """The sinks of the heads that this process computes: [heads]. An axis that splits heads extends it."""
@@ -160,44 +170,29 @@ class AttentionCore(nn.Module):
         return 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
 
 
-def ranged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranges: KeyRanges,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention to ranges of keys, without dropout, by FlexAttention if there are blocks; as in `AttentionCore`."""
-    if ranges.blocks is None or q.dtype == torch.float64:  # which FlexAttention lacks
-        return interval_attention(q, k, v, ranges.first, ranges.end, scale, softcap, sinks)
-    return flex_attention(q, k, v, ranges.blocks, scale, softcap, sinks)
-
-
 def flex_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     blocks: Any,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    scores: Scores,
+    kernel: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
-    """FlexAttention (arXiv 2412.05496) over the `BlockMask` ``blocks``; the rest is as in `AttentionCore`.
+    """FlexAttention (arXiv 2412.05496) over the `BlockMask` ``blocks``.
 
-    It is compiled, because otherwise it would compute a matrix of all pairs.
+    ``kernel`` takes the place of torch's `flex_attention`, which is compiled, because otherwise it would compute a
+    matrix of all pairs.
     """
     from torch.nn.attention import flex_attention as flex
 
-    attend: Callable[..., Any] = flex.flex_attention
-    if not torch.compiler.is_compiling():
-        attend = _compiled_flex_attention()
+    if kernel is None:
+        kernel = flex.flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    scale, softcap, sinks = scores
     options: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     options |= {"score_mod": _soft_capped(softcap)} if softcap else {}
     if sinks is None:
-        return attend(q, k, v, **options)
-    output, more = attend(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+        return kernel(q, k, v, **options)
+    output, more = kernel(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
     return (output * (more.lse - sinks[:, None]).sigmoid()[..., None]).to(output.dtype)
 
 

@@ -9,7 +9,7 @@ time on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ def scaled_loss(
     Where several processes share the vocabulary, each gets the same loss, and gradients of x that sum to the whole.
     """
     x, labels = x.flatten(0, 1), labels.flatten()
-    return _ChunkedLoss.apply(x, weight, bias, labels, factor, vocabulary, torch.is_grad_enabled())
+    return _ChunkedLoss.apply(x, weight, bias, (labels, factor), vocabulary, torch.is_grad_enabled())
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -98,11 +98,11 @@ class _ChunkedLoss(torch.autograd.Function):
         x: torch.Tensor,  # [positions, hidden]
         weight: torch.Tensor,  # [columns, hidden]
         bias: torch.Tensor | None,  # [columns]
-        labels: torch.Tensor,  # [positions]
-        factor: torch.Tensor,
+        targets: tuple[torch.Tensor, torch.Tensor],  # labels [positions], and the factor of their loss
         vocabulary: Vocabulary,
         with_gradient: bool,
     ) -> torch.Tensor:
+        labels, factor = targets
         count = num_chunks(len(x), vocabulary.columns, x.device.type, vocabulary.chunk)
         several, total = count > 1, torch.zeros((), dtype=accumulator(x), device=x.device)
         x_gradient = torch.empty_like(x) if with_gradient else x
@@ -133,7 +133,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradients.append(saved if saved is None else saved.mul_(gradient))
             else:
                 gradients.append(torch.mul(saved, gradient, out=torch.empty_like(saved, dtype=ctx.dtype)))
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
 def _add_product(total: torch.Tensor | None, gradient: torch.Tensor, x: torch.Tensor, several: bool) -> torch.Tensor:
@@ -155,31 +155,48 @@ def _loss(
     logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor, vocabulary: Vocabulary, with_gradient: bool
 ) -> torch.Tensor:
     """``factor`` times the summed loss of logits [positions, columns], which become their gradient if asked for."""
-    on_gpu = logits.device.type == "cuda"
-    rows = len(logits) if on_gpu else max(1, BLOCK_BYTES // (logits.shape[1] * accumulator(logits).itemsize))
-    statistics, write_gradient = (
-        (_compiled(_statistics), _compiled(_write_fused_gradient)) if on_gpu else (_statistics, _write_gradient)
-    )
-    is_valid, columns = labels != IGNORED_LABEL, labels - vocabulary.first
-    columns = columns.masked_fill((columns < 0) | (columns >= vocabulary.size), -1)  # the label's column, or -1
-    parts = zip(logits.split(rows), columns.split(rows), strict=True)
     size, cap = vocabulary.size, vocabulary.softcap
-    sums = torch.cat([statistics(block, column, size, cap) for block, column in parts], 1)
+    is_valid, columns = labels != IGNORED_LABEL, labels - vocabulary.first
+    columns = columns.masked_fill((columns < 0) | (columns >= size), -1)  # the label's column, or -1
+    sums = statistics(logits, columns, size, cap)
     denominator, target = sums if vocabulary.combine is None else vocabulary.combine(sums)
     is_wrong = is_valid & ((labels < 0) | (labels >= vocabulary.whole))
-    scale = (factor * is_valid).masked_fill(is_wrong, torch.nan)  # [positions]
     if with_gradient:
-        split = (part.split(rows) for part in (logits, columns, denominator, scale))
-        for block, column, total, factors in zip(*split, strict=True):
-            write_gradient(block, column, total, factors, size, cap)
+        scale = (factor * is_valid).masked_fill(is_wrong, torch.nan)  # [positions]
+        write_gradient(logits, columns, denominator, scale, size, cap)
     return (denominator - target).masked_fill(~is_valid, 0).masked_fill(is_wrong, torch.nan).sum() * factor
 
 
-def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: float) -> torch.Tensor:
+# Operators, because a GPU runs each as one compiled kernel, and a CPU in blocks that its caches hold.
+@torch.library.custom_op("titan_like::loss_statistics", mutates_args=(), device_types="cpu")
+def statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: float) -> torch.Tensor:
     """Logarithm of this process's part of the softmax's denominator, and the label's logit or else 0.
 
     logits [positions, columns], columns [positions] → [2, positions].
     """
+    return torch.cat([_statistics(block, column, size, cap) for block, column in _blocks(logits, columns)], 1)
+
+
+@torch.library.custom_op("titan_like::loss_gradient", mutates_args=("logits",), device_types="cpu")
+def write_gradient(
+    logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int, cap: float
+) -> None:
+    """Overwrite logits [positions, columns] by their gradient: the probability, minus one at the label, scaled.
+
+    columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero. The gradient is that of
+    the logits before the soft cap.
+    """
+    for block, column, total, factors in _blocks(logits, columns, denominator, scale):
+        _write_gradient(block, column, total, factors, size, cap)
+
+
+def _blocks(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Some rows at a time of all tensors [positions, …]."""
+    rows = max(1, BLOCK_BYTES // (logits.shape[1] * accumulator(logits).itemsize))
+    return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
+
+
+def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: float) -> torch.Tensor:
     values = soft_capped(logits.to(accumulator(logits)), cap)
     target = values.gather(1, columns.clamp(min=0)[:, None])[:, 0].masked_fill(columns < 0, 0)
     return torch.stack((values[:, :size].logsumexp(1), target))
@@ -188,11 +205,6 @@ def _statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: flo
 def _write_gradient(
     logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int, cap: float
 ) -> None:
-    """Overwrite logits [positions, columns] by their gradient: the probability, minus one at the label, scaled.
-
-    columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero. The gradient is that of
-    the logits before the soft cap.
-    """
     values = soft_capped(logits[:, :size].to(denominator.dtype), cap) if cap else logits[:, :size]
     probability = (values - denominator[:, None]).exp_()  # in the type of the denominator
     if size:
@@ -207,7 +219,7 @@ def _write_gradient(
 def _write_fused_gradient(
     logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int, cap: float
 ) -> None:
-    """`_write_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
+    """`write_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
     order = torch.arange(logits.shape[1], device=logits.device)
     values = soft_capped(logits.to(denominator.dtype), cap) if cap else logits
     probability = (values - denominator[:, None]).exp()
@@ -230,3 +242,8 @@ def _slope(capped: torch.Tensor, cap: float) -> torch.Tensor:
 @cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
+
+
+statistics.register_kernel("cuda")(lambda *inputs: _compiled(_statistics)(*inputs))
+write_gradient.register_kernel("cuda")(lambda *inputs: _compiled(_write_fused_gradient)(*inputs))
+statistics.register_fake(lambda logits, *_: logits.new_empty(2, len(logits), dtype=accumulator(logits)))

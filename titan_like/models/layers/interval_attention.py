@@ -9,30 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from titan_like.models.layers.key_ranges import KeyRanges
 
 BLOCK_BYTES = 8 << 20  # of attention scores at a time
 _FEW_KEYS = 128  # that a block may have although no query sees half of them
 
 
+class Scores(NamedTuple):
+    """How scores become probabilities, as in `AttentionCore`."""
+
+    scale: float
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None  # [heads]
+
+
 def interval_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    first: torch.Tensor,
-    end: torch.Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: KeyRanges, scores: Scores
 ) -> torch.Tensor:
     """Softmax attention in which query i sees keys first[i] to end[i] - 1. It is an operator, so it can be compiled.
 
-    q is [batch, heads, queries, head_dim], as is the result, k and v are [batch, kv_heads, keys, head_dim], and first
-    and end int64 [batch, queries]. ``scale``, ``softcap`` and sinks, [heads], are as in `AttentionCore`.
+    q is [batch, heads, queries, head_dim], as is the result, and k and v are [batch, kv_heads, keys, head_dim].
     """
-    return _attention(q, k, v, first, end, sinks, scale, softcap)[0]
+    return _attention(q, k, v, ranges.first, ranges.end, scores.sinks, scores.scale, scores.softcap)[0]
 
 
 def attend(
@@ -91,35 +93,32 @@ def _gradients(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     mean = (gradient.to(denominator.dtype) * output).sum(3)
-    of_q, of_k, of_v = gradients(gradient, q, k, v, first, end, scale, softcap, denominator, mean)
+    scores = Scores(scale, softcap)
+    of_q, of_k, of_v = gradients(gradient, (q, k, v), KeyRanges(first, end), scores, (denominator, mean))
     of_sinks = q.new_empty(0) if sinks is None else sink_gradient(sinks, denominator, mean)
     return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), of_sinks
 
 
 def gradients(
     gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    first: torch.Tensor,
-    end: torch.Tensor,
-    scale: float,
-    softcap: float,
-    denominator: torch.Tensor,
-    mean: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ranges: KeyRanges,
+    scores: Scores,
+    statistics: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, at least float32, by FlashAttention's equations 1 to 4 (arXiv 2205.14135, B.2).
 
-    ``denominator`` is that of `attend`, and ``mean`` the sum of gradient · output, both [batch, heads, queries]. They
-    may be those of attention to more keys than ``k`` has.
+    ``statistics`` are the denominator that `attend` returns, and the sum of gradient · output over head_dim, both
+    [batch, heads, queries]. They may be those of attention to more keys than ``k`` has.
     """
+    (q, k, v), (denominator, mean), (scale, softcap, _) = inputs, statistics, scores
     dtype, groups = denominator.dtype, k.shape[1]
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-    for row, queries, keys, visible in _blocks(q, first, end):
+    for row, queries, keys, visible in _blocks(q, ranges.first, ranges.end):
         part, key = q[row, :, queries], k[row, :, keys].to(dtype)
-        scores = _scores(part, key, visible, scale, softcap)
-        slope = _slope(scores, softcap)
-        probability = _probability(scores, denominator[row, :, queries].reshape(groups, -1, 1))
+        capped = _scores(part, key, visible, scale, softcap)
+        slope = _slope(capped, softcap)
+        probability = _probability(capped, denominator[row, :, queries].reshape(groups, -1, 1))
         out = gradient[row, :, queries].to(dtype).reshape(groups, -1, v.shape[3])
         of_v[row, :, keys] += probability.transpose(1, 2) @ out
         of_scores = out @ v[row, :, keys].to(dtype).transpose(1, 2)

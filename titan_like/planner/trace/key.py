@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 import titan_like
+from titan_like.config.errors import require
 from titan_like.config.options import write_output_file
 from titan_like.config.paths import parse_json
 from titan_like.models.config import TransformerConfig
@@ -41,20 +42,25 @@ class TraceKey(NamedTuple):
     pipelined: bool = False  # the two ends are in different stages
     splits_backward: bool = False
     compiled: bool = False
-    budget: float = 1.0
     offload: bool = False
     lora: Adapters = Adapters()
 
     @classmethod
     def of(cls, work: Workload) -> TraceKey:
-        """The key of a run's recomputed layers, or of all if there are none."""
+        """The key of a run's recomputed layers, or of all if there are none.
+
+        Raises:
+            ConfigError: the compiler chooses what is recomputed.
+        """
+        hint = "the planner does not predict what the compiler recomputes; set none, full, selective or experts"
+        require(work.recompute != "budget", "activation_checkpoint.mode", work.recompute, hint)
         splits = work.schedule in SPLIT_BACKWARD and work.pipeline > 1 and not work.compiled
         return cls(
             _one_of_each(work.model, work.dropout), work.seq_len, work.decoder_seq_len, work.micro_batch_size,
             stored_dtype(work.dtype), work.recompute, work.tensor, work.sequence_parallel and work.tensor > 1,
             work.context, work.context_method if work.context > 1 else "all_gather", work.expert,
             work.expert_tensor, work.expert_load if work.expert > 1 else 1.0, work.pipeline > 1,
-            splits, work.compiled, work.budget, work.offload, work.lora,
+            splits, work.compiled, work.offload, work.lora,
         )  # fmt: skip
 
     @property

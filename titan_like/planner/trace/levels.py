@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from itertools import starmap
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_like.planner.trace.program import Attention, Collective, Gemm, Moment, Segment, fullest
+from titan_like.planner.trace.program import Moment, Segment, fullest
 
 FORWARD, BACKWARD, WEIGHTS = range(3)  # passes, in the order of `Segment.passes`
 
@@ -28,21 +28,12 @@ View = tuple[int, ...]
 """Offset and shape of a tensor in its storage."""
 
 
-class Operator(NamedTuple):
-    """What wrote a storage in a forward pass, where a compiler may compute it again."""
-
-    kind: str  # pointwise, reduction, product, message, or other
-    sources: list[tuple[int, View]]  # storages that it read, and what of them
-    work: Gemm | Attention | Collective | None = None
-    size: int = 0  # bytes of a message
-
-
 class Storages(NamedTuple):
     """What a trace knows of storages, by their number."""
 
-    operators: Mapping[int, Operator]  # what wrote them in a forward pass
+    # What a pointwise operator of a forward pass wrote → the storages that it read, and what of them.
+    sources: Mapping[int, Sequence[tuple[int, View]]]
     needed: Container[int]  # a backward pass, or another segment, needs them in memory
-    outside: set[int]  # another segment needs them
     inside_kernels: Container[int]  # a single fused kernel writes and reads them
     views: Mapping[int, Mapping[View, int]]  # bytes of each view that backward passes read
 
@@ -51,8 +42,6 @@ class Compiled(NamedTuple):
     """What a compiler, and offload, make of the events of a trace, by segment."""
 
     events: list[Event]
-    recomputed: list[tuple[int, Operator]]  # what costs time to repeat
-    written: dict[int, int]  # bytes of what the repeated operators leave for others
     moved: dict[int, list[int]]  # bytes of each storage that goes to the host's memory
 
 
@@ -60,51 +49,38 @@ def events_as_compiled(
     events: list[Event],
     compiled: Collection[int],
     storages: Storages,
-    budget: float = 1.0,
     offloaded: Mapping[int, Iterable[int]] = MappingProxyType({}),
 ) -> Compiled:
     """The events, with some segments' events changed to what they are if a compiler makes a graph of each pass.
 
     torch's min-cut partitioner does not keep for the backward pass what pointwise operators can compute again from
     tensors that are kept, unless the backward pass needs it in memory, as a matrix product does. A tensor that only the
-    kernel which computes it reads is never in memory. `Partition` has what it recomputes within a budget.
+    kernel which computes it reads is never in memory.
 
     Args:
         events: of all segments, operator by operator.
         compiled: the segments that are compiled.
         storages: the storages of the events.
-        budget: `activation_checkpoint.budget`.
         offloaded: segment → storages that it moves to the host's memory, if they stay for the backward pass.
     """
     ends = {event.storage: event for event in events if event.bytes < 0}
     sizes = {event.storage: event.bytes for event in events if event.bytes > 0}
     stay = {number for number in sizes if number not in ends or ends[number].which != FORWARD}
     made = {event.storage: event.segment for event in events if event.bytes > 0 and event.which == FORWARD}
-    dropped, recomputed, written = set[int](), list[tuple[int, Operator]](), defaultdict[int, int](int)
-    for segment in compiled:
-        partition = Partition(storages, sizes, stay, {number for number, owner in made.items() if owner == segment})
-        partition.fit(budget)
-        dropped |= partition.dropped
-        recomputed += [(segment, operator) for operator in partition.repeated() if operator.work is not None]
-    needed, operators = storages.needed, storages.operators
-    rematerialized = {number for number in dropped if number in needed or operators[number].kind != "pointwise"}
+    written = {number for number, segment in made.items() if segment in compiled}
+    absent = _recomputed(storages, sizes, stay, written)
     # At the end of a forward pass, and at the start of a backward pass, by segment.
     freed, returned = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
-    moved, handled = defaultdict[int, list[int]](list), set[int]()
-    leaving = [(made[number], number) for number in dropped]
-    leaving += [(segment, number) for segment, numbers in offloaded.items() for number in stay.intersection(numbers)]
-    for segment, number in leaving:
-        if number in handled:
-            continue
-        handled.add(number)
-        size, is_dropped = sizes[number], number in dropped
-        freed[segment].append(Event(segment, FORWARD, number, -size))
-        if number in rematerialized or not is_dropped:
-            returned[segment].append(Event(segment, BACKWARD, number, size, repeats=is_dropped))
-            written[segment] += size * is_dropped
-        if not is_dropped:
-            moved[segment].append(size)
-    compiled_events, absent = list[Event](), dropped - rematerialized
+    moved, on_device = defaultdict[int, list[int]](list), stay - absent
+    for number in absent:
+        freed[made[number]].append(Event(made[number], FORWARD, number, -sizes[number]))
+    for segment, numbers in offloaded.items():
+        for number in on_device.intersection(numbers):
+            on_device.remove(number)
+            freed[segment].append(Event(segment, FORWARD, number, -sizes[number]))
+            returned[segment].append(Event(segment, BACKWARD, number, sizes[number]))
+            moved[segment].append(sizes[number])
+    compiled_events = list[Event]()
     for event in events:
         if event.storage == 0:
             compiled_events += freed.pop(event.segment - 1, []) if event.which == FORWARD else []
@@ -116,87 +92,25 @@ def events_as_compiled(
             absent.add(event.storage)
         elif event.bytes > 0 or event.storage not in absent:
             compiled_events.append(event)
-    return Compiled(compiled_events, recomputed, written, moved)
+    return Compiled(compiled_events, moved)
 
 
-class Partition:
-    """What torch's partitioner recomputes of one compiled segment (`choose_saved_values_set` in its `partitioners`)."""
+def _recomputed(storages: Storages, sizes: Mapping[int, int], stay: set[int], written: set[int]) -> set[int]:
+    """The storages, of those that compiled forward passes have ``written``, that backward passes compute again."""
+    allowed = {number for number in written & storages.sources.keys() if number not in storages.needed}
 
-    def __init__(self, storages: Storages, sizes: Mapping[int, int], stay: set[int], written: set[int]) -> None:
-        """``stay``: storages that autograd keeps for the backward pass. ``written``: the segment's storages."""
-        self.operators, self.views, self.sizes, self.stay = storages.operators, storages.views, sizes, stay
-        self.kept = written & stay - storages.outside
-        self.known = written & self.operators.keys() - storages.outside
-        self.cheap = {number for number in self.known if self.operators[number].kind == "pointwise"}
-        self.dropped: set[int] = set()
-        self._allow({number for number in self.cheap if number not in storages.needed})
+    def is_kept(number: int, view: View) -> bool:
+        views = storages.views.get(number)
+        return number in stay and (views is None or view in views or sum(views.values()) >= sizes[number])
 
-    def fit(self, budget: float) -> None:
-        """Recompute until a share ``budget`` of the bytes that are kept now remains.
-
-        Cheap operators come first: pointwise ones whose results the backward pass needs in memory, then all except
-        GEMMs and reductions. The choice of these that costs the fewest FLOPs follows. Messages are repeated only at 0.
-        """
-        total, operators = self._size(), self.operators
-        if budget == 1 or not total:
-            return
-        messages, costly = (
-            {number for number in self.known if operators[number].kind in kinds}
-            for kinds in (("message",), ("product", "reduction", "message"))
+    @cache
+    def is_recomputed(number: int) -> bool:
+        return number in allowed and all(
+            source not in sizes or is_kept(source, view) or is_recomputed(source)
+            for source, view in storages.sources[number]
         )
-        for allowed in (self.known,) if budget == 0 else (self.cheap, self.known - costly):
-            self._allow(allowed)
-            if budget == 0 or self._size() < budget * total:
-                return
-        choices: list[tuple[int, int, frozenset[int]]] = [(0, 0, frozenset())]  # bytes, FLOPs, kept
-        for number in sorted(costly & self._ancestors(self.kept) - messages, key=lambda storage: -self.sizes[storage]):
-            work, size, best = operators[number].work, self.sizes[number], -1
-            flops = work.flops if isinstance(work, Gemm) and not work.grouped else 1
-            extended = [(old + size, saved + flops, kept | {number}) for old, saved, kept in choices]
-            merged, choices = sorted([*choices, *extended], key=lambda choice: (choice[0], -choice[1])), []
-            for choice in merged:
-                if choice[0] <= budget * total and choice[1] > best:
-                    choices.append(choice)
-                    best = choice[1]
-        self._allow(self.known - messages - choices[-1][2])
 
-    def repeated(self) -> list[Operator]:
-        """The operators that the backward pass repeats, each once."""
-        numbers = self._ancestors(self.dropped, self.stay - self.dropped)
-        return list({id(self.operators[number]): self.operators[number] for number in numbers}.values())
-
-    def _ancestors(self, numbers: set[int], until: Container[int] = ()) -> set[int]:
-        """The segment's storages among ``numbers`` and the storages they are computed from, stopping at ``until``."""
-        ancestors, waiting = set[int](), list(numbers)
-        while waiting:
-            number = waiting.pop()
-            if number in self.known and number not in ancestors and number not in until:
-                ancestors.add(number)
-                waiting += [source for source, _ in self.operators[number].sources]
-        return ancestors
-
-    def _allow(self, allowed: set[int]) -> None:
-        """Drop what operators of ``allowed`` storages can compute from what is kept."""
-        self._allowed, self._available = allowed, dict[int, bool]()
-        self.dropped = {number for number in self.kept if self._is_recomputed(number)}
-
-    def _is_recomputed(self, number: int) -> bool:
-        return number in self._allowed and all(starmap(self._is_available, self.operators[number].sources))
-
-    def _is_available(self, number: int, view: View) -> bool:  # to the backward pass
-        is_whole = self._viewed(number) >= self.sizes.get(number, 0)
-        if number in self.stay and (is_whole or view in self.views[number]):
-            return True
-        if number not in self._available:
-            self._available[number] = number not in self.sizes or self._is_recomputed(number)
-        return self._available[number]
-
-    def _viewed(self, number: int) -> int:
-        """Bytes of a storage as torch counts them: each of its views by itself."""
-        return sum(self.views[number].values()) if number in self.views else self.sizes.get(number, 0)
-
-    def _size(self) -> int:
-        return sum(map(self._viewed, self.kept - self.dropped))
+    return {number for number in written & stay if is_recomputed(number)}
 
 
 def fill_in_levels(

@@ -5,23 +5,27 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
 
+from titan_like.parallel.activation_checkpoint import Recomputed
 from titan_like.planner.trace.levels import (
     BACKWARD,
     FORWARD,
     Event,
-    Operator,
     Storages,
     View,
     events_as_compiled,
     fill_in_levels,
 )
 from titan_like.planner.trace.program import HOST, Attention, Collective, Gemm, Pass, Segment
+from titan_like.planner.trace.stand_ins import DECOMPOSED
 from titan_like.torch_private import TorchDispatchMode, local_tensor, process_group, schema_of
 
 _GROUPED = {"_grouped_mm", "expert_product", "expert_weight_gradient"}  # with a matrix for each group of rows
@@ -48,17 +52,11 @@ class FusedGroup(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Records what runs inside it. `enter` says which segment and pass that is."""
 
-    def __init__(
-        self,
-        segments: list[Segment],
-        is_recomputing: Callable[[], bool] = lambda: False,
-        compiled: range = range(0),
-        budget: float = 1.0,
-    ) -> None:
-        """``compiled``: the segments of which a compiler makes one graph each for both passes, within a ``budget``."""
+    def __init__(self, segments: list[Segment], compiled: range = range(0)) -> None:
+        """``compiled``: the segments of which a compiler makes one graph each for both passes."""
         super().__init__()
-        self.budget = budget
-        self.segments, self.is_recomputing, self.compiled = segments, is_recomputing, compiled
+        self.segments, self.compiled = segments, compiled
+        self.is_recomputing = False  # whether activation checkpointing repeats a forward pass
         self.groups: dict[str, tuple[int, int]] = {}  # as `Program.groups`
         self.segment, self.which = 0, FORWARD
         self.events: list[Event] = []
@@ -70,10 +68,10 @@ class Recorder(TorchDispatchMode):
         self._gradients: dict[int, tuple[int, int]] = {}
         self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
-        self._operators: dict[int, Operator] = {}  # storages that a compiler may compute twice → what wrote them
+        # Storages that a compiler may compute twice → those they come from, and what of them.
+        self._sources: dict[int, list[tuple[int, View]]] = {}
         self._needed: set[int] = set()  # storages that a backward pass, or another segment, needs in memory
-        self._outside: set[int] = set()  # storages that another segment needs
-        # Storage → bytes of its views that backward passes read, by offset and shape.
+        # Storage → bytes of its views that backward passes read.
         self._views: defaultdict[int, dict[View, int]] = defaultdict(dict)
         self._offloaded: defaultdict[int, set[int]] = defaultdict(set)  # segment → storages
 
@@ -83,6 +81,17 @@ class Recorder(TorchDispatchMode):
         self._end_fusion()
         boundary = 0 if gradient is None else self.number_of(gradient)
         self.events.append(Event(segment, which, 0, 0, boundary))
+
+    def follow_recomputation(self, model: nn.Module) -> None:
+        """Tell apart what activation checkpointing repeats."""
+        for module in model.modules():
+            if isinstance(module, Recomputed):
+                contexts = partial(self._contexts, module.checkpoint_options.get("context_fn", noop_context_fn))
+                module.checkpoint_options = {**module.checkpoint_options, "context_fn": contexts}
+
+    def _contexts(self, contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        forward, repeated = contexts()
+        return forward, _Repeated(self, repeated)
 
     @property
     def current(self) -> Pass:
@@ -107,12 +116,12 @@ class Recorder(TorchDispatchMode):
         self._alive[key] = self._last_number, size
         self._made_in.append(self.segment)
         self._references[key] = weakref.ref(storage, lambda _: self._free(key))
-        self.events.append(Event(self.segment, self.which, self._last_number, size, repeats=self.is_recomputing()))
+        self.events.append(Event(self.segment, self.which, self._last_number, size, repeats=self.is_recomputing))
 
     def _free(self, key: int) -> None:
         number, size = self._alive.pop(key)
         del self._references[key]
-        self.events.append(Event(self.segment, self.which, number, -size, repeats=self.is_recomputing()))
+        self.events.append(Event(self.segment, self.which, number, -size, repeats=self.is_recomputing))
 
     def is_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
         """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""
@@ -124,15 +133,16 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in DECOMPOSED:
+            with self:
+                return DECOMPOSED[func](*args, **kwargs)
         result = func(*args, **kwargs)
         name = schema_of(func).name.partition("::")[2]
         inputs = list(_tensors(args))
         outputs = list(_tensors([result, *kwargs.values()]))
         changes_inputs = schema_of(func).is_mutable
         input_numbers = {self.number_of(tensor) for tensor in inputs}
-        foreign = {number for number in input_numbers if self._made_in[number] != self.segment}
-        self._needed |= foreign
-        self._outside |= foreign
+        self._needed |= {number for number in input_numbers if self._made_in[number] != self.segment}
         if name == "to_host":
             self._offloaded[self.segment] |= input_numbers
             return result
@@ -145,31 +155,25 @@ class Recorder(TorchDispatchMode):
             self._views[self.number_of(tensor)][_view(tensor)] = _bytes(tensor)
         if changes_inputs and not outputs:
             outputs = inputs[:1]
-        recomputed, current = self.is_recomputing(), self.current
+        recomputed, current = self.is_recomputing, self.current
         current.launches += 1
         work: Gemm | Attention | Collective | None = None
-        kind, size = "other", 0
+        size = 0
         if is_message:
-            kind, (work, size) = "message", self._collective(name, args, inputs, outputs, recomputed)
+            work, size = self._collective(name, args, inputs, outputs, recomputed)
         elif name in _GEMMS:
-            kind, work = "product" if name not in _GROUPED else "other", _gemm(name, inputs, recomputed)
+            work = _gemm(name, inputs, recomputed)
         elif "attention" in name:
             work = _attention(name, args, inputs, recomputed)
         else:
-            kind = "pointwise"
             self._pointwise(inputs, outputs, recomputed)
-        current.add(work, size)
-        if self.which == FORWARD and not (changes_inputs or torch.Tag.nondeterministic_seeded in func.tags):
-            read, left = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
-            if kind == "pointwise":
+            if self.which == FORWARD and not (changes_inputs or torch.Tag.nondeterministic_seeded in func.tags):
                 read = max(map(_bytes, inputs), default=0)
-            sources = [(self.number_of(tensor), _view(tensor)) for tensor in inputs]
-            for number in written.keys() - input_numbers:
-                left = _bytes(written[number]) if kind == "pointwise" else left
-                is_reduction = kind in ("pointwise", "other") and 4 * left < read
-                self._operators[number] = Operator("reduction" if is_reduction else kind, sources, work, size)
-        if kind == "pointwise":
+                for number in written.keys() - input_numbers:
+                    if 4 * _bytes(written[number]) >= read:  # else it is a reduction
+                        self._sources[number] = [(self.number_of(tensor), _view(tensor)) for tensor in inputs]
             return result
+        current.add(work, size)
         for number in input_numbers:
             self._used_in[number].add(_OUTSIDE)
         self._needed |= input_numbers if self.which == BACKWARD else set()
@@ -223,10 +227,8 @@ class Recorder(TorchDispatchMode):
             for storage in group.writes
             if self._used_in[storage] == {number} and storage not in self._gradients
         }
-        storages = Storages(self._operators, self._needed, self._outside, inside, self._views)
-        compiled = events_as_compiled(self.events, self.compiled, storages, self.budget, self._offloaded)
-        for index, operator in compiled.recomputed:
-            self.segments[index].backward.add(operator.work and operator.work._replace(recomputed=True), operator.size)
+        storages = Storages(self._sources, self._needed, inside, self._views)
+        compiled = events_as_compiled(self.events, self.compiled, storages, self._offloaded)
         for index, sizes in compiled.moved.items():
             for part, kind in ((self.segments[index].forward, "to_host"), (self.segments[index].backward, "from_host")):
                 part.collectives[Collective(kind, HOST, False)] = len(sizes), sum(sizes)
@@ -236,9 +238,21 @@ class Recorder(TorchDispatchMode):
                 left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
                 owner.fused_bytes = _plus(owner.fused_bytes, sum(reads.values()) + left, recomputed)
                 owner.fused_launches += 1
-        for index, size in compiled.written.items():
-            backward = self.segments[index].backward
-            backward.fused_bytes = _plus(backward.fused_bytes, 2 * size, True)
+
+
+class _Repeated:
+    """Marks what runs in a context as recomputed. It keeps the context and its tensors for as long as torch does."""
+
+    def __init__(self, recorder: Recorder, context: Any) -> None:
+        self.recorder, self.context = recorder, context
+
+    def __enter__(self) -> None:
+        self.recorder.is_recomputing = True
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self.recorder.is_recomputing = False
+        return self.context.__exit__(*error)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:

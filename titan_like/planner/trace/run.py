@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_like.config.load import edit
@@ -69,10 +68,7 @@ def run_trace(key: TraceKey) -> Program:
     layout = Layout(*degrees, sequence_parallel=key.sequence_parallel)
     mode, dtype = fake_tensor_mode(), getattr(torch, key.dtype)
     kinds = len(key.model.layer_counts)
-    with (
-        fake_process_group(0, layout.num_processes),
-        as_on_gpu(mode, dtype) as recomputation,
-    ):
+    with fake_process_group(0, layout.num_processes), as_on_gpu(mode, dtype):
         splits = {0: StageLayers(range(kinds), True, not key.pipelined)}
         if key.pipelined:
             splits[1] = StageLayers(range(kinds, kinds), False, True)
@@ -86,10 +82,11 @@ def run_trace(key: TraceKey) -> Program:
             stages = [replace(stage, weight_gradients=defer_weight_gradients(stage.module)) for stage in stages]
         segments = [Segment() for _ in range(_FIRST_LAYER + kinds + 1)]
         compiled = range(_FIRST_LAYER, _FIRST_LAYER + kinds * key.compiled)
-        recorder = Recorder(segments, lambda: recomputation.depth > 0, compiled, key.budget)
+        recorder = Recorder(segments, compiled)
         modules = [stage.module for stage in stages]
         for module in modules:
             without_host_reads(module, key.expert_load)
+            recorder.follow_recomputation(module)
         for parameter in (parameter for module in modules for parameter in summed_in_full(module)):
             if not isinstance(parameter, DTensor):  # FSDP2 rounds a DTensor's sum
                 parameter.grad_dtype = torch.promote_types(dtype, torch.float32)
@@ -107,7 +104,7 @@ def run_trace(key: TraceKey) -> Program:
         with mode, recorder:
             deferred = _run(key, stages, recorder, owners)
         recorder.finish()
-        _list_parameters(modules, mesh, expert_mesh, dtype, segments, deferred, complete)
+        _list_parameters(modules, groups_of(mesh, expert_mesh), dtype, segments, deferred, complete)
     return Program(segments[_ENTRY], segments[_INPUTS], segments[_FIRST_LAYER:-1], segments[-1], recorder.groups)
 
 
@@ -247,8 +244,7 @@ def _segment_of(name: str, module: Transformer, num_kinds: int) -> int:
 
 def _list_parameters(
     modules: Sequence[Transformer],
-    mesh: DeviceMesh,
-    expert_mesh: DeviceMesh | None,
+    groups: tuple[Any, Any],
     dtype: torch.dtype,
     segments: list[Segment],
     deferred: set[int],
@@ -259,7 +255,7 @@ def _list_parameters(
     for module in modules:
         names = {id(part): name for name, part in module.named_modules()}
         units: dict[int, tuple[str, str]] = {}  # id of a parameter → its unit, who shares it
-        for unit, group in units_of(module, *groups_of(mesh, expert_mesh), dtype):
+        for unit, group in units_of(module, *groups, dtype):
             for parameter in (parameter for part in unit for parameter in part.parameters()):
                 units.setdefault(id(parameter), (names[id(unit[0])], group.dimension))
         partial = {id(parameter) for parameter in partial_parameters(module)}

@@ -8,7 +8,8 @@ memory of a GPU's kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from titan_like.models.layers import attention, cross_entropy
-from titan_like.parallel import activation_checkpoint, cp_attention, experts, offload, tensor_styles
+from titan_like.models.layers.attention import AttentionCore, flex_attention
+from titan_like.models.layers.cross_entropy import CHUNK_LOGITS, TokenLoss
+from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.parallel import cp_attention, experts, offload, tensor_styles
 from titan_like.parallel.extend import extend
-from titan_like.torch_private import attention_by_elementary_operators, is_in_backward_pass
+from titan_like.torch_private import attention_by_elementary_operators
 
 
 def _operator(name: str, fake: Callable[..., Any], schema: str) -> Callable[..., Any]:
@@ -62,20 +64,6 @@ _rms_norm_backward = _operator(
     lambda gradient, x, weight, root: (torch.empty_like(x), torch.empty_like(weight)),
     "(Tensor gradient, Tensor x, Tensor weight, Tensor root) -> (Tensor, Tensor)",
 )
-_loss_statistics = _operator(
-    "loss_statistics",
-    lambda logits, columns, size, cap: logits.new_empty(
-        2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
-    ),
-    "(Tensor logits, Tensor columns, int size, float cap) -> Tensor",
-)
-_loss_gradient = _operator(
-    "loss_gradient",
-    lambda logits, columns, denominator, scale, size, cap: None,
-    "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size, float cap) -> ()",
-)
-
-
 _to_host = _operator("to_host", lambda tensor: None, "(Tensor tensor) -> ()")
 
 
@@ -111,45 +99,31 @@ class _RMSNorm(torch.autograd.Function):
         return _rms_norm_backward(gradient, *ctx.saved_tensors)
 
 
-class _SliceAttention(torch.autograd.Function):
-    """`cp_attention` without an operator around it, so that its kernels and messages are recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        output, denominator = cp_attention.cp_attention_forward(*inputs)
-        ctx.save_for_backward(*inputs[:5], output, denominator)
-        ctx.settings = inputs[5:]
-        ctx.mark_non_differentiable(denominator)
-        return output, denominator
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        *gradients, of_sinks = cp_attention.cp_attention_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-        return *gradients, None, None, of_sinks if ctx.needs_input_grad[4] else None, *[None] * len(ctx.settings)
-
-
 def _flex_attention(q: Any, k: Any, v: Any, block_mask: int, return_aux: Any = None, **_: Any) -> Any:
     output, denominator = _Attention.apply(q, k, v, None, True, block_mask)
     return output if return_aux is None else (output, SimpleNamespace(lse=denominator))
 
 
-def _ranged_attention(q: Any, k: Any, v: Any, ranges: Any, *options: Any) -> torch.Tensor:
-    """FlexAttention, with the window in place of blocks, which depend on data."""
-    return attention.flex_attention(q, k, v, ranges.window, *options)
+class FlexCore(AttentionCore):
+    """Attention to ranges of keys by FlexAttention, with the window in place of blocks, which depend on data."""
+
+    def attend_to_ranges(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: KeyRanges) -> torch.Tensor:
+        """As in the base class."""
+        return flex_attention(q, k, v, ranges.window, self.scores_of(q), _flex_attention)
 
 
-_attend, _gradients = cp_attention._attend, cp_attention._gradients
+_STEPS = cp_attention.BlockSteps.default()
 
 
 def _attend_to_block(q: Any, keys: Any, block: cp_attention.Block, exchange: cp_attention.Exchange) -> Any:
     if block.first is None:
-        return _attend(q, keys, block, exchange)
+        return _STEPS.attend(q, keys, block, exchange)
     return _attention(q, *keys, None, True, _share(exchange))
 
 
 def _gradients_of_block(parts: Any, keys: Any, block: cp_attention.Block, exchange: cp_attention.Exchange) -> Any:
     if block.first is None:
-        return _gradients(parts, keys, block, exchange)
+        return _STEPS.gradients(parts, keys, block, exchange)
     gradient, q, *results = parts
     return _attention_backward(gradient, q, *keys, None, *results, True, _share(exchange))[:3]
 
@@ -180,26 +154,6 @@ class WithoutSeed(tensor_styles.SplitHeads):
         return super(tensor_styles.SplitHeads, self).forward(*inputs)
 
 
-class Recomputation:
-    """Stands in for `torch.utils.checkpoint.checkpoint`, and knows whether a forward pass is being repeated."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call torch's function, and count repeated calls in `depth`."""
-
-        def run(*inputs: Any, **named: Any) -> Any:
-            is_repeated = is_in_backward_pass()
-            self.depth += is_repeated
-            try:
-                return function(*inputs, **named)
-            finally:
-                self.depth -= is_repeated
-
-        return checkpoint(run, *args, **options)
-
-
 class KnownLoads(experts.SplitExperts):
     """Experts whose rank gets ``load`` times as many rows as it sends, from all ranks alike."""
 
@@ -217,13 +171,28 @@ class KnownLoads(experts.SplitExperts):
         return experts.Exchange(sent, received, of_tensor_ranks, order, gathered.sum((0, 1)).to(torch.int32))
 
 
+class StaysOnDevice(offload.HostMemory):
+    """Records copies to the host without making them, so that a compiled layer's events are sorted out first."""
+
+    def store(self, flat: torch.Tensor) -> None:
+        """Record a copy, and keep the tensor where it is."""
+        _to_host(flat)
+
+
 def without_host_reads(model: nn.Module, expert_load: float = 1.0) -> None:
-    """Let a model compute without numbers that fake tensors lack. ``expert_load`` as in `Workload`."""
+    """Let a model compute as on a GPU, without numbers that fake tensors lack. ``expert_load`` as in `Workload`."""
+    host = StaysOnDevice(torch.device("cpu"))
     for module in model.modules():
         if isinstance(module, experts.SplitExperts):
             extend(module, KnownLoads, load=expert_load)
         if isinstance(module, tensor_styles.SplitHeads):
             extend(module, WithoutSeed)
+        if isinstance(module, AttentionCore):
+            extend(module, FlexCore)
+        if isinstance(module, offload.Offloaded):
+            module.offload_host = host
+        if isinstance(module, TokenLoss):
+            module.chunk = module.chunk or CHUNK_LOGITS["cuda"]
 
 
 def _empty_on(mode: Any, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
@@ -252,33 +221,27 @@ def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
     return DTensor.from_local(part, *placement, run_check=False, shape=old.shape, stride=old.data.stride())
 
 
+DECOMPOSED = {
+    operator: partial(function, steps=_STEPS._replace(attend=_attend_to_block, gradients=_gradients_of_block))
+    for operator, function in cp_attention.WITH_STEPS.items()
+}
+"""Operators whose kernels and messages are recorded instead of themselves."""
+
+
 @contextmanager
-def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[Recomputation]:
-    """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own."""
-    recomputation = Recomputation()
+def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Let the recipe run on fake tensors as on a GPU. Parameters are allocated in ``dtype``, or in their own.
+
+    Models that it builds need `without_host_reads`.
+    """
     with suppress(RuntimeError):  # registered already
         torch.library.register_fake("c10d::allreduce_coalesced_", _merged_all_reduce)
-    replacements: list[tuple[Any, str, Any]] = [
-        (activation_checkpoint, "checkpoint", recomputation.checkpoint),
-        (nn.Module, "to_empty", _empty_on(mode, dtype)),
-        (cp_attention, "_attention", _SliceAttention.apply),
-        (cp_attention, "_attend", _attend_to_block),
-        (cp_attention, "_gradients", _gradients_of_block),
-        (attention, "ranged_attention", _ranged_attention),
-        (attention, "_compiled_flex_attention", lambda: _flex_attention),
-        (F, "scaled_dot_product_attention", _scaled_dot_product_attention),
-        (F, "dropout", _dropout),
-        (F, "rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight)),
-        # What is offloaded stays, so that a compiled layer's events are sorted out first.
-        (offload.HostMemory, "store", lambda _, flat: _to_host(flat)),
-        (offload.LayerTensors, "leave", lambda _: None),
-        (offload.LayerTensors, "fetch", lambda _: None),
-        (cross_entropy, "_statistics", _loss_statistics),
-        (cross_entropy, "_write_gradient", _loss_gradient),
-        (cross_entropy, "BLOCK_BYTES", 1 << 60),  # a GPU takes a chunk's logits at once
-        (cross_entropy, "CHUNK_LOGITS", dict.fromkeys(cross_entropy.CHUNK_LOGITS, cross_entropy.CHUNK_LOGITS["cuda"])),
-    ]
-    with ExitStack() as stack:
-        for owner, name, new in replacements:
-            stack.enter_context(mock.patch.object(owner, name, new))
-        yield recomputation
+    # No `TorchFunctionMode`, which is off while `backward` runs, and with it recomputation.
+    kernels: dict[str, Any] = {
+        "scaled_dot_product_attention": _scaled_dot_product_attention,
+        "dropout": _dropout,
+        "rms_norm": lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight),
+    }
+    to_empty = mock.patch.object(nn.Module, "to_empty", _empty_on(mode, dtype))
+    with mock.patch.multiple(F, **kernels), to_empty:
+        yield
