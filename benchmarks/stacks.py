@@ -14,9 +14,10 @@ from math import gcd
 from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import schedule_table
 from titan_like.planner import memory as own_trainer
+from titan_like.planner.data_parallel import shard_groups
 from titan_like.planner.memory import Memory, RankMemory
 from titan_like.planner.profile import Profile, builtin_profiles
-from titan_like.planner.stages import shard_groups, stages_of_rank
+from titan_like.planner.stages import stages_of_rank
 from titan_like.planner.step_time import StepTime, step_time
 from titan_like.planner.trace.program import Attention, Gemm, Pass, Segment
 from titan_like.planner.workload import Workload, element_bytes

@@ -43,10 +43,11 @@ from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import Action, schedule_table
 from titan_like.planner.auto import with_chosen_layout
+from titan_like.planner.data_parallel import sharding_of
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.memory import StepMemory, rank_moments
 from titan_like.planner.predict import workload_of
-from titan_like.planner.stages import sharding_of, stages_of
+from titan_like.planner.stages import stages_of
 from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
@@ -173,7 +174,7 @@ def dry_run(config: JobConfig) -> DryRun:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
     # What it does in a step. float64 is computed as it is, while forecasts of time take it for float32.
     work = workload_of(config, model, layout)._replace(dtype=training.dtype)
-    pipeline_rank, reduce_bytes, sharding = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work)
+    pipeline_rank, reduce_bytes, rules = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work).rules
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
     traffic = step_traffic(work, Coordinates(pipeline_rank, shards), reduce_bytes)
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
@@ -203,7 +204,7 @@ def dry_run(config: JobConfig) -> DryRun:
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        copies=trained * sharding.compute * sharding.copied,
+        copies=trained * rules.compute * rules.copied,
         peak=max(moments, key=lambda moment: moment.total),
         in_passes=moments[0].total,
         in_update=moments[1].total,

@@ -16,11 +16,11 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.occupancy import occupancy, splits_backward
-from titan_like.planner.pass_gradients import Keeping
+from titan_like.planner.data_parallel import Rules, Sharding, shard_rows, sharding_of
+from titan_like.planner.occupancy import occupancy
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
-from titan_like.planner.stages import Sharding, StageProgram, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.stages import StageProgram, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import Workload, pipeline_of
 
@@ -108,6 +108,18 @@ def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes
     return {rank: rank_memory(work, rank, reduce_bytes) for rank in chosen}
 
 
+def candidates(work: Workload) -> tuple[int, ...]:
+    """Both end ranks, and the first of each kind between them: later ranks of a kind hold fewer microbatches."""
+    if work.splits_backward:
+        return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
+    return pipeline_of(work).largest
+
+
+def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
+    """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
+    return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
+
+
 def rank_moments(
     work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True
 ) -> tuple[StepMemory, StepMemory]:
@@ -115,19 +127,18 @@ def rank_moments(
 
     Arguments are as for `step_memory` and `occupancy`.
     """
-    sharding, shape = sharding_of(work, reduce_bytes), (work.pipeline, work.virtual_stages, work.microbatches)
-    splits = splits_backward(work.schedule, work.pipeline, work.compiled)
-    occupied = occupancy(work.schedule, *shape, rank, splits, messages)
-    programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
-    stages = [_stage_memory(programs[number], keeping) for number in occupied.stages]
-    elements = [_sharded(stage.stage, shards, work.optimizer) for stage in stages]
+    sharding = sharding_of(work, reduce_bytes)
+    rules, shards = sharding.rules, tuple(sharding.shards.items())
+    occupied = occupancy(work.pipeline_schedule, rank, work.splits_backward, messages)
+    programs = stages_of_rank(work, rank)
+    stages = [_stage_memory(programs[number], rules) for number in occupied.stages]
+    elements, kept_by_optimizer = zip(*[_sharded(stage.stage, shards, work.optimizer) for stage in stages], strict=True)
     usages: list[Usage] = []
-    for stage, passes, (shard, _) in zip(stages, occupied.passes, elements, strict=True):
+    for stage, passes, shard in zip(stages, occupied.passes, elements, strict=True):
         usages += stage.usages(passes, shard)
     # Bytes at each moment. The states of weights and gradients say which of their stage's amounts there are.
-    weights, gradients = zip(
-        *(stage.states(shard) for stage, (shard, _) in zip(stages, elements, strict=True)), strict=True
-    )
+    states = [stage.states(shard) for stage, shard in zip(stages, elements, strict=True)]
+    weights, gradients = zip(*states, strict=True)
     every = np.arange(len(stages))
     gathered = np.array(weights)[every, occupied.weights].sum(1)
     kept = np.array(gradients)[every, occupied.gradients].sum(1)
@@ -136,45 +147,32 @@ def rank_moments(
     totals += np.array([sum(usage[:3]) for usage in usages])[occupied.running]
     fullest = int(totals.argmax())
     running = usages[occupied.running[fullest]]
-    at_peak = int(gathered[fullest]) + running.gathered, int(kept[fullest]) + running.gradients
-    copies = round(sharding.compute * sharding.copied * sum(stage.elements for stage in stages))
-    frozen = sharding.compute * sum(_frozen(stage.stage, sharding) for stage in stages)
-    master, kept_state = sum(shard for shard, _ in elements), sum(state for _, state in elements)
-    held = sharding.master * master + frozen, round(sharding.master * kept_state)
-    at_update = sum(
-        stage.at_update(shard, work.microbatches) for stage, (shard, _) in zip(stages, elements, strict=True)
+    gathered_at_peak = int(gathered[fullest]) + running.gathered
+    gradients_at_peak = int(kept[fullest]) + running.gradients
+    copies = rules.compute * sum(stage.stage.elements for stage in stages) if rules.copied else 0
+    frozen = rules.compute * sum(_frozen(stage.stage, sharding) for stage in stages)
+    in_passes = StepMemory(
+        parameters=rules.master * sum(elements) + frozen,
+        gradients=gradients_at_peak,
+        optimizer=round(rules.master * sum(kept_by_optimizer)),
+        gathered=gathered_at_peak + copies,
+        activations=int(totals[fullest]) - gathered_at_peak - gradients_at_peak,
     )
-    in_passes = StepMemory(held[0], at_peak[1], held[1], at_peak[0] + copies, int(totals[fullest]) - sum(at_peak))
-    return in_passes, StepMemory(held[0], at_update, held[1], copies, 0)
-
-
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
-    """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
-    return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
-
-
-def candidates(work: Workload) -> tuple[int, ...]:
-    """Both end ranks, and the first of each kind between them: later ranks of a kind hold fewer microbatches."""
-    if splits_backward(work.schedule, work.pipeline, work.compiled):
-        return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
-    return pipeline_of(work).largest
-
-
-def _keeping(sharding: Sharding) -> Keeping:
-    single = tuple([name for name, shards in sharding.shards.items() if shards == 1])
-    sizes = sharding.compute, sharding.reduce, sharding.master
-    return Keeping(sharding.zero_stage, sharding.wrapped, sharding.copied, sharding.replicate > 1, single, *sizes)
+    at_update = [
+        stage.gradients.at_update(shard, work.microbatches) for stage, shard in zip(stages, elements, strict=True)
+    ]
+    return in_passes, in_passes._replace(gradients=sum(at_update), gathered=copies, activations=0)
 
 
 @lru_cache(maxsize=65536)
-def _stage_memory(stage: StageProgram, keeping: Keeping) -> StageMemory:
-    return StageMemory(stage, keeping)
+def _stage_memory(stage: StageProgram, rules: Rules) -> StageMemory:
+    return StageMemory(stage, rules)
 
 
 def _frozen(stage: StageProgram, sharding: Sharding) -> int:
     """Elements of frozen parameters on the first process, which ZeRO 3 alone shards."""
     parameters = [parameter for unit in stage.units for parameter in unit.frozen]
-    shards = [sharding.shards[p.sharers] if sharding.zero_stage == 3 else 1 for p in parameters]
+    shards = [sharding.shards[p.sharers] if sharding.rules.zero_stage == 3 else 1 for p in parameters]
     rows = [shard_rows(p.shape[0], size) for p, size in zip(parameters, shards, strict=True)]
     return sum(count * (p.elements // p.shape[0]) for p, count in zip(parameters, rows, strict=True))
 

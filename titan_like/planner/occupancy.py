@@ -13,28 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, add_communication
 from titan_like.parallel.schedules.simulate import max_in_flight
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Action, schedule_table, stages_per_rank
-
-# What a stage has of gathered weights, after a forward and after a backward pass.
-NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
-# What it has of gradients: of one backward pass, or sums. Gradients of a split backward pass's first part may wait for
-# the second part. After a second part without such, the matrices' gradients were the last to be summed.
-NO_GRADIENTS, FIRST_PARTS, OF_ONE_PASS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS = range(7)
-FINISHED = 7
-_WITH_FIRST_PARTS = {NO_GRADIENTS: FIRST_PARTS, SUMS: SUMS_AND_FIRST_PARTS, MATRICES: MATRICES_AND_FIRST_PARTS}
-WAITING = frozenset(_WITH_FIRST_PARTS.values())  # first parts wait
-
-
-class PassKind(NamedTuple):
-    """All that a stage's memory during a pass depends on, apart from what it holds."""
-
-    kind: str  # F, B, I or W
-    is_first: bool  # first forward pass of the step, or no gradients are summed up yet
-    is_last: bool  # the stage's last backward pass
-    gradients: int  # state of the stage's gradients before the pass
+from titan_like.parallel.schedules.tables import Action, schedule_table, stages_per_rank
+from titan_like.planner.data_parallel import PassKind, StageState
+from titan_like.planner.workload import PipelineSchedule
 
 
 class Occupancy(NamedTuple):
@@ -56,25 +39,17 @@ class Occupancy(NamedTuple):
 _Moments = dict[tuple[int, PassKind, tuple[int, ...], tuple[int, ...]], list[tuple[int, ...]]]
 
 
-def occupancy(
-    schedule: str,
-    pipeline: int,
-    virtual_stages: int,
-    microbatches: int,
-    rank: int,
-    splits_backward: bool,
-    messages: bool = True,
-) -> Occupancy:
+def occupancy(schedule: PipelineSchedule, rank: int, splits_backward: bool, messages: bool = True) -> Occupancy:
     """The moments of a rank. More than three rounds of microbatches through the ranks repeat the same ones.
 
     Without ``messages``, which need the order of all ranks, it takes a fraction of the time.
     """
-    enough = microbatches
-    if not _holds_all(schedule):
+    pipeline, microbatches = schedule.pipeline, schedule.microbatches
+    if not _holds_all(schedule.name):
         enough = min(microbatches, max(3 * pipeline, 3))
         enough += (microbatches - enough) % pipeline if microbatches > enough else 0
-    layout = Layout(pipeline, schedule=schedule, virtual_stages=virtual_stages)
-    return _occupancy(layout, enough, rank, splits_backward, messages)
+        schedule = schedule._replace(microbatches=enough)
+    return _occupancy(schedule, rank, splits_backward, messages)
 
 
 @cache
@@ -85,22 +60,47 @@ def _holds_all(schedule: str) -> bool:
     return many > few
 
 
-@lru_cache(maxsize=64)
-def _steps(layout: Layout, microbatches: int, messages: bool) -> list[list[Action]]:
-    """`steps_of_rank` of all ranks."""
-    table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, microbatches)
-    return add_communication(table, layout.stage_ranks) if messages else table
+@lru_cache(maxsize=4096)
+def _occupancy(schedule: PipelineSchedule, rank: int, splits_backward: bool, with_messages: bool) -> Occupancy:
+    ranks = schedule.ranks
+    stages = tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
+    place, count, last_stage = {stage: n for n, stage in enumerate(stages)}, len(stages), len(ranks) - 1
+    held, deferred = [0] * count, [0] * count
+    states = [StageState(schedule.microbatches) for _ in stages]
+    arrived = sent = 0  # messages
+    # For equal states, only the moments that no other moment matches or exceeds in every count.
+    moments: _Moments = {}
+    for kind, stage, _ in steps_as_run(schedule, rank, splits_backward, with_messages):
+        if kind.startswith(("SEND", "RECV")):
+            arrived += kind.startswith("RECV")
+            sent += kind.startswith("SEND")
+            continue
+        n = place[stage]
+        takes = stage != (0 if kind == "F" else last_stage) and kind != "W"  # a message
+        arrived -= takes
+        pass_ = states[n].next_pass(kind)
+        messages = arrived + min(sent, MAX_PENDING_SENDS) if with_messages else 0
+        key = n, pass_, tuple([state.weights for state in states]), tuple([state.gradients for state in states])
+        _keep(moments.setdefault(key, []), (*held, *deferred, messages))
+        gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
+        neighbour = stage + (1 if kind == "F" else -1)
+        arrived += gives and neighbour in place  # to a stage on the same rank
+        states[n].finish(pass_)
+        if kind == "F":
+            held[n] += 1
+        else:
+            held[n] -= kind != "W"
+            deferred[n] += (kind == "I") - (kind == "W")
+    return _as_arrays(stages, moments)
 
 
-def steps_as_run(
-    layout: Layout, rank: int, microbatches: int, splits_backward: bool, messages: bool = True
-) -> list[Action]:
+def steps_as_run(schedule: PipelineSchedule, rank: int, splits_backward: bool, messages: bool = True) -> list[Action]:
     """A rank's passes and messages in order, with all backward passes in two parts, or none.
 
     Where the trainer does not split them, a schedule's first part is the whole pass and its second part nothing.
     """
     steps = []
-    for step in _steps(layout, microbatches, messages)[rank]:
+    for step in _steps(schedule, messages)[rank]:
         if step.kind == "B" and splits_backward:
             steps += [step._replace(kind="I"), step._replace(kind="W")]
         elif step.kind == "I" and not splits_backward:
@@ -110,54 +110,10 @@ def steps_as_run(
     return steps
 
 
-def splits_backward(schedule: str, pipeline: int, compiled: bool) -> bool:
-    """Whether backward passes run in two parts. A compiled layer's cannot be split."""
-    return schedule in SPLIT_BACKWARD and pipeline > 1 and not compiled
-
-
-@lru_cache(maxsize=4096)
-def _occupancy(layout: Layout, microbatches: int, rank: int, splits: bool, with_messages: bool) -> Occupancy:
-    stages = tuple(stage for stage, owner in enumerate(layout.stage_ranks) if owner == rank)
-    place, count, last_stage = {stage: n for n, stage in enumerate(stages)}, len(stages), len(layout.stage_ranks) - 1
-    held, deferred = [0] * count, [0] * count
-    weights, gradients = [NOT_GATHERED] * count, [NO_GRADIENTS] * count
-    left = [microbatches] * count  # backward passes
-    arrived = sent = 0  # messages
-    # For equal states, only the moments that no other moment matches or exceeds in every count.
-    moments: _Moments = {}
-    for kind, stage, _ in steps_as_run(layout, rank, microbatches, splits, with_messages):
-        if kind.startswith(("SEND", "RECV")):
-            arrived += kind.startswith("RECV")
-            sent += kind.startswith("SEND")
-            continue
-        n = place[stage]
-        takes = stage != (0 if kind == "F" else last_stage) and kind != "W"  # a message
-        arrived -= takes
-        is_last = kind in "BW" and left[n] == 1
-        is_first = weights[n] == NOT_GATHERED if kind == "F" else gradients[n] in (NO_GRADIENTS, FIRST_PARTS)
-        pass_ = PassKind(kind, is_first, is_last, gradients[n])
-        messages = arrived + min(sent, MAX_PENDING_SENDS) if with_messages else 0
-        _keep(moments.setdefault((n, pass_, tuple(weights), tuple(gradients)), []), (*held, *deferred, messages))
-        gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
-        neighbour = stage + (1 if kind == "F" else -1)
-        arrived += gives and neighbour in place  # to a stage on the same rank
-        if kind == "F":
-            held[n], weights[n] = held[n] + 1, AFTER_FORWARD
-            continue
-        held[n] -= kind != "W"
-        deferred[n] += (kind == "I") - (kind == "W")
-        left[n] -= kind in "BW"
-        if kind != "W":
-            weights[n] = AFTER_BACKWARD
-        if kind == "I":
-            gradients[n] = _WITH_FIRST_PARTS.get(gradients[n], gradients[n])
-        elif gradients[n] == NO_GRADIENTS:
-            gradients[n] = OF_ONE_PASS
-        else:  # a second part also reduces what the first parts of later microbatches have left
-            gradients[n] = SUMS if kind == "B" or gradients[n] in WAITING else MATRICES
-        if left[n] == 0:
-            gradients[n], weights[n] = FINISHED, NOT_GATHERED
-    return _as_arrays(stages, moments)
+@lru_cache(maxsize=64)
+def _steps(schedule: PipelineSchedule, messages: bool) -> list[list[Action]]:
+    """The passes and messages of all ranks."""
+    return add_communication(schedule.table, schedule.ranks) if messages else schedule.table
 
 
 def _keep(moments: list[tuple[int, ...]], new: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from titan_like.parallel.split import units_of_layers
 from titan_like.planner.trace import TraceKey, trace
 from titan_like.planner.trace.program import Parameter, Program, Segment
-from titan_like.planner.workload import BYTES, Kinds, Workload, element_bytes, pipeline_of, stored_dtype
+from titan_like.planner.workload import BYTES, Kinds, Workload, pipeline_of, stored_dtype
 
 
 class Unit(NamedTuple):
@@ -32,6 +32,11 @@ class Unit(NamedTuple):
     def frozen_elements(self) -> int:
         """Number of elements of the frozen parameters, which only ZeRO 3 shards and gathers."""
         return sum(parameter.elements for parameter in self.frozen)
+
+    @property
+    def matrices(self) -> Unit:
+        """The unit with only those trained parameters whose gradients a split backward pass defers."""
+        return self._replace(parameters=tuple([parameter for parameter in self.parameters if parameter.deferred]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,46 +150,6 @@ class PipelineProgram:
     def stages(self) -> tuple[StageProgram, ...]:
         """The program of each stage."""
         return tuple(self.programs[kind] for kind in self.alike.kind_of)
-
-
-class Sharding(NamedTuple):
-    """How data parallelism keeps parameters, gradients and optimizer state."""
-
-    zero_stage: int  # 0 if no other process has the same weights
-    holders: dict[str, int]  # by mesh dimension over which ZeRO would shard: processes with the same weights
-    shards: dict[str, int]  # how many of these processes it shards over
-    replicate: int
-    wrapped: bool  # FSDP2, or its `replicate`, gathers or casts weights before use
-    copied: bool  # the model computes with `ComputeCopies`
-    compute: int  # bytes of an element in the forward and backward pass
-    reduce: int  # in sums of gradients over processes
-    master: int  # of master weights, and of sums over microbatches
-
-
-def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Sharding:
-    """A run's sharding. ``reduce_bytes``: of an element in `training.reduce_dtype`."""
-    sizes = {name: size for name, (size, _) in shard_groups(work).items()}
-    holders = {name: work.replicate * size for name, size in sizes.items()}
-    shared = max(holders.values() if work.shares_experts else [holders["dp_shard"]]) > 1
-    compute, zero = element_bytes(work.dtype), work.zero_stage if shared else 0
-    master = max(compute, BYTES["float32"])
-    in_half = compute < master
-    shards = sizes if zero else dict.fromkeys(sizes, 1)
-    wrapped = shared and (in_half or zero > 0)
-    reduce = reduce_bytes if in_half else master
-    return Sharding(zero, holders, shards, work.replicate, wrapped, in_half and not shared, compute, reduce, master)
-
-
-def shard_groups(work: Workload) -> dict[str, tuple[int, int]]:
-    """Mesh dimension over which ZeRO shards → number of processes in it, and the stride of their ranks."""
-    inside = work.expert * work.expert_tensor
-    return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, inside)}
-
-
-def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
-    """Rows of a parameter on one of ``shards`` processes, as `torch.chunk` divides them."""
-    largest = -(-rows // shards)
-    return max(0, min(largest, rows - rank * largest))
 
 
 Source = Callable[[TraceKey], Program]

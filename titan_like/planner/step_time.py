@@ -9,8 +9,9 @@ from typing import NamedTuple
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.cost import Kernels, Times, segment_times
+from titan_like.planner.data_parallel import shard_groups
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import PipelineProgram, Source, StageProgram, pipeline_program, shard_groups
+from titan_like.planner.stages import PipelineProgram, Source, StageProgram, pipeline_program
 from titan_like.planner.trace import trace
 from titan_like.planner.update_time import update_time
 from titan_like.planner.walk import span_of

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from titan_like.optim.update_work import ADAMW_WORK
 from titan_like.planner.cost import gemm_time
+from titan_like.planner.data_parallel import shard_groups
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import shard_groups
 from titan_like.planner.trace import TraceKey, trace
 from titan_like.planner.workload import Workload, element_bytes
 

@@ -10,7 +10,7 @@ from titan_like.config.schema import ActivationCheckpoint
 from titan_like.models.config import TransformerConfig
 from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
 from titan_like.optim.update_work import ADAMW_WORK, UpdateWork
-from titan_like.parallel.schedules.tables import stage_ranks
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Table, schedule_table, stage_ranks
 
 NARROW = ("float8", "float4")  # only a layer's matrix products with weights run in these; the rest is bfloat16
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of an element
@@ -36,6 +36,25 @@ class Adapters(NamedTuple):
     rank: int = 0
     dropout: bool = False
     modules: tuple[str, ...] = ()
+
+
+class PipelineSchedule(NamedTuple):
+    """What the order of a pipeline's passes depends on."""
+
+    name: str
+    pipeline: int  # ranks
+    virtual_stages: int  # on each rank
+    microbatches: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """The rank of each stage."""
+        return stage_ranks(self.name, self.pipeline, self.virtual_stages)
+
+    @property
+    def table(self) -> Table:
+        """The trainer's table: the passes of each rank, in order."""
+        return schedule_table(*self)
 
 
 class Workload(NamedTuple):
@@ -106,6 +125,16 @@ class Workload(NamedTuple):
     def accumulates(self) -> bool:
         """Whether whole gradients are added to sums of earlier microbatches: below ZeRO 2, or with a single shard."""
         return self.microbatches > 1 and (self.zero_stage < 2 or self.shard * self.context == 1)
+
+    @property
+    def pipeline_schedule(self) -> PipelineSchedule:
+        """The order of the pipeline's passes."""
+        return PipelineSchedule(self.schedule, self.pipeline, self.virtual_stages, self.microbatches)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes run in two parts. A compiled layer's cannot be split."""
+        return self.schedule in SPLIT_BACKWARD and self.pipeline > 1 and not self.compiled
 
     @property
     def num_gpus(self) -> int:
