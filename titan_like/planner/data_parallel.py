@@ -75,6 +75,16 @@ class StageState:
 # --- The rules --------------------------------------------------------------------------------------------------------
 
 
+def gathers_every_pass(zero_stage: int) -> bool:
+    """Whether every forward and every backward pass gathers weights, and frees them."""
+    return zero_stage == 3
+
+
+def reduces_every_pass(zero_stage: int) -> bool:
+    """Whether every backward pass reduces gradients, and not only the last one."""
+    return zero_stage >= 2
+
+
 class Rules(NamedTuple):
     """How data parallelism treats a stage's weights and gradients, whatever the number of shards."""
 
@@ -90,12 +100,12 @@ class Rules(NamedTuple):
     def gathers(self, pass_: PassKind) -> bool:
         """Whether a pass gathers or casts weights."""
         if pass_.kind == "F":
-            return self.wrapped and (self.zero_stage == 3 or pass_.is_first)
-        return self.zero_stage == 3 and pass_.kind != "W"
+            return self.wrapped and (pass_.is_first or gathers_every_pass(self.zero_stage))
+        return pass_.kind != "W" and gathers_every_pass(self.zero_stage)
 
     def reduces(self, pass_: PassKind) -> bool:
         """Whether a pass reduces gradients over processes."""
-        return self.wrapped and pass_.kind in "BW" and (self.zero_stage >= 2 or pass_.is_last)
+        return self.wrapped and pass_.kind in "BW" and (pass_.is_last or reduces_every_pass(self.zero_stage))
 
     def reduces_matrices_alone(self, pass_: PassKind) -> bool:
         """Whether gradients are missing for all parameters but matrices.
@@ -104,17 +114,17 @@ class Rules(NamedTuple):
         reduces what several first parts have left. With replicas, `DataParallel` adds zeros for missing gradients.
         """
         has_first_parts = pass_.kind != "W" or pass_.gradients in WAITING
-        return self.zero_stage >= 2 and not self.replicated and not has_first_parts
+        return reduces_every_pass(self.zero_stage) and not self.replicated and not has_first_parts
 
     def frees(self, pass_: PassKind) -> bool:
         """Whether a pass frees gathered weights. A backward pass does so unit by unit before it reduces gradients."""
-        return self.wrapped and (self.zero_stage == 3 or (pass_.is_last and pass_.kind in "BW"))
+        return self.wrapped and (gathers_every_pass(self.zero_stage) or (pass_.is_last and pass_.kind in "BW"))
 
     def has_shards(self, gradients: int) -> bool:
         """Whether reduced gradients exist in this state between passes."""
         if gradients == FINISHED:
             return self.wrapped
-        return self.zero_stage >= 2 and gradients not in (NO_GRADIENTS, FIRST_PARTS)
+        return reduces_every_pass(self.zero_stage) and gradients not in (NO_GRADIENTS, FIRST_PARTS)
 
     def gathered_elements(self, unit: Unit) -> int:
         """Elements of a unit that are gathered, before ZeRO shards them. Only ZeRO 3 gathers frozen parameters."""

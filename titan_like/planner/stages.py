@@ -90,13 +90,19 @@ class StageProgram:
         return sum(self.elements_by_sharers.values())
 
 
-class StageKind(NamedTuple):
-    """What pipeline stages that take equally long have in common."""
+class StagePlace(NamedTuple):
+    """What a stage's program depends on besides its trace."""
 
     layers: Kinds
     before: int  # layers of earlier stages, modulo n where every n-th layer is recomputed
     is_first: bool
     is_last: bool
+
+
+class StageKind(NamedTuple):
+    """What pipeline stages that take equally long have in common."""
+
+    place: StagePlace
     sends_back: bool  # to another rank
     sends_on: bool
 
@@ -117,8 +123,9 @@ class PipelineKinds:
         before = [layers % every for layers in accumulate(map(len, stages), initial=0)]
         self.crosses = [rank != following for rank, following in pairwise(ranks)]  # which boundaries messages cross
         first, last = [n == 0 for n in range(len(stages))], [n == len(stages) - 1 for n in range(len(stages))]
+        places = [StagePlace(*fields) for fields in zip(stages, before[:-1], first, last, strict=True)]
         sends = [False, *self.crosses], [*self.crosses, False]
-        stage_kinds = [StageKind(*fields) for fields in zip(stages, before[:-1], first, last, *sends, strict=True)]
+        stage_kinds = [StageKind(*fields) for fields in zip(places, *sends, strict=True)]
         self.kinds = list(dict.fromkeys(stage_kinds))
         self.kind_of = [self.kinds.index(kind) for kind in stage_kinds]
         of_rank: dict[int, list[int]] = {}
@@ -178,26 +185,16 @@ def _pipeline_program(
     key: TraceKey, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int, source: Source
 ) -> PipelineProgram:
     alike = _pipeline_kinds(stages, ranks, every)
-    return PipelineProgram(alike, [_stage_program(key, *kind[:4], every, source) for kind in alike.kinds])
+    return PipelineProgram(alike, [_stage_program(key, kind.place, every, source) for kind in alike.kinds])
 
 
 _pipeline_kinds = lru_cache(maxsize=65536)(PipelineKinds)
 
 
 @lru_cache(maxsize=65536)
-def _stage_program(
-    key: TraceKey,
-    kinds: Kinds,
-    before: int,
-    is_first: bool,
-    is_last: bool,
-    every: int,
-    source: Source,
-) -> StageProgram:
-    """A stage with layers of these kinds, of which every n-th of the model is recomputed.
-
-    ``before``: layers of earlier stages, modulo n.
-    """
+def _stage_program(key: TraceKey, place: StagePlace, every: int, source: Source) -> StageProgram:
+    """A stage, where every n-th of the model's layers is recomputed."""
+    kinds, before, is_first, is_last = place
     program = source(key)
     plain = program if every == 1 else source(key._replace(recompute="none", budget=1.0))
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
@@ -206,31 +203,38 @@ def _stage_program(
         recompute = ("none", 1.0) if (before + last) % every else (key.recompute, key.budget)
         on_device = source(key._replace(offload=False, recompute=recompute[0], budget=recompute[1]))
         layers[last] = on_device.layers[kinds[last]]
-    segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
     element = BYTES[stored_dtype(key.dtype)]
     sizes = [sum((*layer.elements.values(), *layer.frozen_elements.values())) for layer in program.layers]
-    groups = units_of_layers([element * sizes[kind] for kind in kinds])
-    ends = tuple(_ends(program, kinds, is_first, is_last))
-    layout = is_first + 1, len(layers), ends, tuple(groups), is_first, is_last
     head = program.head
-    communication = program.entry.output, (head.parameters or head.frozen)[0].sharers, program.groups
-    return StageProgram(tuple(segments), *layout, *communication)
+    return StageProgram(
+        segments=(*[program.entry] * is_first, program.inputs, *layers, *[head] * is_last),
+        first_layer=is_first + 1,
+        num_layers=len(layers),
+        ends=tuple(_ends(program, place)),
+        layers_per_unit=tuple(units_of_layers([element * sizes[kind] for kind in kinds])),
+        is_first=is_first,
+        is_last=is_last,
+        message=program.entry.output,
+        sharers=(head.parameters or head.frozen)[0].sharers,
+        groups=program.groups,
+    )
 
 
-def _ends(program: Program, kinds: Kinds, is_first: bool, is_last: bool) -> Iterator[Unit]:
+def _ends(program: Program, place: StagePlace) -> Iterator[Unit]:
+    """Units of the parameters outside layers."""
     segments = program.entry, program.inputs, program.head
-    lists = [
-        _of_ends(parts, kinds, is_first, is_last)
-        for parts in zip(*((s.parameters, s.frozen) for s in segments), strict=True)
-    ]
-    for name, sharers in {parameter.unit: parameter.sharers for parameter in (*lists[0], *lists[1])}.items():
-        yield Unit(name, sharers, *(tuple(p for p in parameters if p.unit == name) for parameters in lists))
+    parts = [segment.parameters for segment in segments], [segment.frozen for segment in segments]
+    trained, frozen = (_of_ends(*lists, place) for lists in parts)
+    for name, sharers in {parameter.unit: parameter.sharers for parameter in (*trained, *frozen)}.items():
+        yield Unit(name, sharers, *(tuple(p for p in part if p.unit == name) for part in (trained, frozen)))
 
 
-def _of_ends(parts: tuple[list[Parameter], ...], kinds: Kinds, is_first: bool, is_last: bool) -> list[Parameter]:
-    entry, inputs, head = parts
-    shared = [parameter for parameter in inputs if {*parameter.kinds} & {*kinds}]
-    return [*entry * is_first, *shared, *head * is_last]
+def _of_ends(
+    entry: list[Parameter], inputs: list[Parameter], head: list[Parameter], place: StagePlace
+) -> list[Parameter]:
+    """The parameters that a stage has of these segments."""
+    shared = [parameter for parameter in inputs if {*parameter.kinds} & {*place.layers}]
+    return [*(entry if place.is_first else ()), *shared, *(head if place.is_last else ())]
 
 
 def _layer_units(layers: Sequence[Segment], counts: Sequence[int], dense: str) -> Iterator[Unit]:
