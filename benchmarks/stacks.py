@@ -180,7 +180,7 @@ def _rank_memories(work: Workload, profile: Profile, stack: Stack, flash: bool) 
     table = schedule_table(work.schedule, work.pipeline, work.virtual_stages, work.microbatches)
     for rank, held in enumerate(max_in_flight(table)):
         stages, matrices, most = stages_of_rank(work, rank).values(), 0.0, 0.0
-        own = own_trainer.step_memory(work, [rank])[rank]
+        own = own_trainer.rank_memory(work, rank)
         for stage in () if flash else stages:
             cores = {segment: _matrices(segment, work) for segment, is_layer, _ in stage.counts if is_layer}
             here = sum(count * cores.get(segment, 0.0) for segment, _, count in stage.counts)

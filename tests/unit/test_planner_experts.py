@@ -12,14 +12,14 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import largest_memory, memory
-from titan_like.planner.predict import predict, workload_of
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import Links, builtin_profiles
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import Space
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
-from titan_like.planner.workload import Workload
+from titan_like.planner.workload import Workload, workload_of
 
 QWEN, MIXTRAL = flavor("moe", "qwen3_30b_a3b"), flavor("moe", "mixtral_8x7b")
 DEEPSEEK = flavor(

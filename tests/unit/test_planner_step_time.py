@@ -11,8 +11,9 @@ from tests.distributed.launch import base_config
 from tests.unit.planner_cases import flavor, layer_times, random_workloads
 from titan_like.config import ConfigError, load_config
 from titan_like.planner.cost import gemm_time
-from titan_like.planner.predict import of_own_trainer, predict
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import Links, builtin_profiles
+from titan_like.planner.stack import of_own_trainer
 from titan_like.planner.step_time import exposed, step_time
 from titan_like.planner.trace.program import Gemm
 from titan_like.planner.workload import Workload, equal_stages

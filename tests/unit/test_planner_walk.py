@@ -8,9 +8,10 @@ from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.metrics.step_timeline import simulated
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, schedule_table, stages_per_rank
-from titan_like.planner.predict import of_own_trainer
+from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import least_step_seconds, message_time, step_time, steps_of, timeline, waiting_share
+from titan_like.planner.stack import of_own_trainer
+from titan_like.planner.step_time import message_time, step_time, steps_of, timeline, waiting_share
 from titan_like.planner.walk import span_of
 from titan_like.planner.workload import PipelineSchedule, Workload
 

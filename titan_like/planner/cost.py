@@ -18,7 +18,7 @@ from titan_like.planner.workload import NARROW, Workload, element_bytes, stored_
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
 
-_MESSAGES = ("send", "receive")  # between neighbours of a ring
+MESSAGES = ("send", "receive")  # between neighbours of a ring
 EXPERTS = "ep"  # the group whose messages are rows of tokens on their way to experts
 
 Groups = Mapping[str, tuple[int, int]]
@@ -55,29 +55,6 @@ class Times(NamedTuple):
         return Times(*[seconds + count * added for seconds, added in zip(self, other, strict=True)])
 
 
-def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> float:
-    """A lower bound on the device's seconds for all passes over a segment, in proportion to the microbatch's size.
-
-    It leaves out partly empty waves, latencies, and products that are bound by memory or by their depth.
-    """
-    cache, key = profile.seconds, (segment, is_layer, kernels, "least")
-    if key in cache:
-        return cache[key]
-    dtype, seconds = kernels.dtype if is_layer else stored_dtype(kernels.dtype), 0.0
-    fused = 1.0 if kernels.compiled else profile.fusion
-    for pass_ in profile.operators(segment, is_layer):
-        flops = sum(count * gemm.flops for gemm, count in pass_.gemms.items())
-        seconds += flops / gemm_rate(dtype, profile)
-        seconds += sum(count * attention_time(core, dtype, profile) for core, count in pass_.attention.items())
-        seconds += ((1 - fused) * pass_.eager_bytes[0] + fused * pass_.fused_bytes[0]) / profile.memory_rate
-        for (kind, group, _), (_, nbytes) in pass_.collectives.items():
-            if group in groups and kind not in _MESSAGES:
-                single, double = (collective_time(kind, n * nbytes, *groups[group], profile) for n in (1, 2))
-                seconds += (double - single) * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
-    cache[key] = seconds
-    return seconds
-
-
 def segment_times(
     segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile
 ) -> tuple[Times, Times, Times]:
@@ -110,7 +87,7 @@ def pass_times(pass_: Pass, is_layer: bool, groups: Groups, kernels: Kernels, pr
         elif group in groups:
             size, stride = groups[group]
             time = calls * collective_time(kind, nbytes / calls, size, stride, profile)
-            if kind in _MESSAGES:  # arrive during attention to what is there; backward, sums wait for each other
+            if kind in MESSAGES:  # arrive during attention to what is there; backward, sums wait for each other
                 time, hides = max(0.0, time - hides), max(0.0, hides - time)
             exposed += time * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
     exposed = max(exposed, copies - sum(seconds))
@@ -161,6 +138,6 @@ def collective_time(kind: str, nbytes: float, size: int, stride: int, profile: P
         return links.all_reduce(nbytes, size, stride)
     if kind == "all_to_all":
         return links.all_to_all(nbytes, size, stride)
-    if kind in _MESSAGES:  # to the next one of a ring, which does both at once
+    if kind in MESSAGES:  # to the next one of a ring, which does both at once
         return links.all_gather(nbytes * size, size, stride) / (size - 1) / 2
     return links.all_gather(nbytes, size, stride)

@@ -18,8 +18,6 @@ from titan_like.planner.stages import StageProgram, Unit
 from titan_like.planner.trace.program import Segment
 from titan_like.planner.workload import BYTES, Workload, element_bytes
 
-# --- What a stage has between passes ----------------------------------------------------------------------------------
-
 # Of gathered weights, after a forward and after a backward pass.
 NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
 # Of gradients: of one backward pass, or sums. Gradients of a split backward pass's first part may wait for the second
@@ -72,19 +70,6 @@ class StageState:
             self.gradients = SUMS if kind == "B" or self.gradients in WAITING else MATRICES
 
 
-# --- The rules --------------------------------------------------------------------------------------------------------
-
-
-def gathers_every_pass(zero_stage: int) -> bool:
-    """Whether every forward and every backward pass gathers weights, and frees them."""
-    return zero_stage == 3
-
-
-def reduces_every_pass(zero_stage: int) -> bool:
-    """Whether every backward pass reduces gradients, and not only the last one."""
-    return zero_stage >= 2
-
-
 class Rules(NamedTuple):
     """How data parallelism treats a stage's weights and gradients, whatever the number of shards."""
 
@@ -131,6 +116,16 @@ class Rules(NamedTuple):
         return unit.elements + (unit.frozen_elements if self.zero_stage == 3 else 0)
 
 
+def gathers_every_pass(zero_stage: int) -> bool:
+    """Whether every forward and every backward pass gathers weights, and frees them."""
+    return zero_stage == 3
+
+
+def reduces_every_pass(zero_stage: int) -> bool:
+    """Whether every backward pass reduces gradients, and not only the last one."""
+    return zero_stage >= 2
+
+
 class Sharding(NamedTuple):
     """The rules for a run, and the sizes of its groups."""
 
@@ -172,9 +167,6 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
     """Rows of a parameter on one of ``shards`` processes, as `torch.chunk` divides them."""
     largest = -(-rows // shards)
     return max(0, min(largest, rows - rank * largest))
-
-
-# --- What a pass sends ------------------------------------------------------------------------------------------------
 
 
 class Communication(NamedTuple):
@@ -220,9 +212,6 @@ def _follows_another(kinds: Sequence[str]) -> bool:
         elif kind in "BI":
             taken = forward.pop()
     return taken > 0
-
-
-# --- Units of communication -------------------------------------------------------------------------------------------
 
 
 class LayerUnit(NamedTuple):

@@ -7,7 +7,6 @@ fullest moment is the largest product of the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.data_parallel import Rules, Sharding, shard_rows, sharding_of
+from titan_like.planner.data_parallel import Rules, Sharding, gathers_every_pass, shard_rows, sharding_of
 from titan_like.planner.occupancy import occupancy
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
@@ -74,7 +73,7 @@ def usable_bytes(device: Device) -> float:
 
 def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
-    memories = step_memory(work, range(work.pipeline), profile.gradient_bytes).values()
+    memories = (rank_memory(work, rank, profile.gradient_bytes) for rank in range(work.pipeline))
     ranks = tuple(with_overhead(profile, *parts) for parts in memories)
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
@@ -99,15 +98,6 @@ def with_overhead(profile: Profile, *parts: float) -> RankMemory:
     return RankMemory._make([*parts, overhead, sum(parts) + overhead])
 
 
-def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
-    """Memory of some pipeline ranks, by default of the ranks that may be the fullest.
-
-    ``reduce_bytes``: of an element in `training.reduce_dtype`.
-    """
-    chosen = candidates(work) if ranks is None else ranks
-    return {rank: rank_memory(work, rank, reduce_bytes) for rank in chosen}
-
-
 def candidates(work: Workload) -> tuple[int, ...]:
     """Both end ranks, and the first of each kind between them: later ranks of a kind hold fewer microbatches."""
     if work.splits_backward:
@@ -116,7 +106,7 @@ def candidates(work: Workload) -> tuple[int, ...]:
 
 
 def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
-    """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
+    """The fullest moment of a step on one pipeline rank; arguments as for `rank_moments`."""
     return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
 
 
@@ -125,7 +115,7 @@ def rank_moments(
 ) -> tuple[StepMemory, StepMemory]:
     """The fullest moments of a step's forward and backward passes and of its update, on one pipeline rank.
 
-    Arguments are as for `step_memory` and `occupancy`.
+    ``reduce_bytes``: of an element in `training.reduce_dtype`. ``messages`` as for `occupancy`.
     """
     sharding = sharding_of(work, reduce_bytes)
     rules, shards = sharding.rules, tuple(sharding.shards.items())
@@ -171,31 +161,31 @@ def _stage_memory(stage: StageProgram, rules: Rules) -> StageMemory:
 
 def _frozen(stage: StageProgram, sharding: Sharding) -> int:
     """Elements of frozen parameters on the first process, which ZeRO 3 alone shards."""
-    parameters = [parameter for unit in stage.units for parameter in unit.frozen]
-    shards = [sharding.shards[p.sharers] if sharding.rules.zero_stage == 3 else 1 for p in parameters]
-    rows = [shard_rows(p.shape[0], size) for p, size in zip(parameters, shards, strict=True)]
-    return sum(count * (p.elements // p.shape[0]) for p, count in zip(parameters, rows, strict=True))
+    elements = 0
+    for parameter in [parameter for unit in stage.units for parameter in unit.frozen]:
+        rows, *dims = parameter.shape
+        shards = sharding.shards[parameter.sharers] if gathers_every_pass(sharding.rules.zero_stage) else 1
+        elements += prod((shard_rows(rows, shards), *dims))
+    return elements
+
+
+Shards = tuple[tuple[str, int], ...]
+"""The items of `Sharding.shards`."""
 
 
 @lru_cache(maxsize=65536)
-def _sharded(stage: StageProgram, shards: tuple[tuple[str, int], ...], optimizer: OptimizerState) -> tuple[int, float]:
+def _sharded(stage: StageProgram, shards: Shards, optimizer: OptimizerState) -> tuple[int, float]:
     """Elements of the first process's shard of a stage, and values that the optimizer keeps for them."""
-    elements, state = 0, 0.0
-    for segment in stage.layers:
-        shard, kept = _sharded_segment(segment, shards, optimizer)
-        elements, state = elements + shard, state + kept
-    for parameter in [parameter for unit in stage.ends for parameter in unit.parameters]:
-        shard, kept = _sharded_parameter(parameter, dict(shards), optimizer)
-        elements, state = elements + shard, state + kept
-    return elements, state
+    counts = [_sharded_segment(segment, shards, optimizer) for segment in stage.layers]
+    ends = [parameter for unit in stage.ends for parameter in unit.parameters]
+    counts += [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in ends]
+    return sum([elements for elements, _ in counts]), sum([kept for _, kept in counts])
 
 
 @lru_cache(maxsize=65536)
-def _sharded_segment(
-    segment: Segment, shards: tuple[tuple[str, int], ...], optimizer: OptimizerState
-) -> tuple[int, float]:
+def _sharded_segment(segment: Segment, shards: Shards, optimizer: OptimizerState) -> tuple[int, float]:
     counts = [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in segment.parameters]
-    return sum(elements for elements, _ in counts), sum(kept for _, kept in counts)
+    return sum([elements for elements, _ in counts]), sum([kept for _, kept in counts])
 
 
 def _sharded_parameter(parameter: Parameter, shards: dict[str, int], optimizer: OptimizerState) -> tuple[int, float]:

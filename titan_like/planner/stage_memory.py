@@ -77,14 +77,6 @@ class StageMemory:
             self._states[shard] = weights, gradients
         return self._states[shard]
 
-    def _gathered(self, state: int) -> int:
-        """Bytes of gathered weights between passes."""
-        if not self.rules.wrapped or state == NOT_GATHERED:
-            return 0
-        if self.rules.zero_stage < 3:
-            return self.rules.compute * self.stage.elements
-        return self.rules.compute * (self.root if state == AFTER_FORWARD else self.prefetched)
-
     def usages(self, passes: tuple[PassKind, ...], shard: int) -> list[Usage]:
         """The fullest moments of some passes: bytes beyond the activations that the stage holds before them.
 
@@ -226,6 +218,14 @@ class StageMemory:
                     yield -self.deferred, accumulated + fresh + 3 * reduced, weights, 0
                 last = rules.reduce * present.parameters[-1].elements if present.parameters else 0
                 yield -self.deferred, accumulated + last + fresh + reduced, weights, unit.elements
+
+    def _gathered(self, state: int) -> int:
+        """Bytes of gathered weights between passes."""
+        if not self.rules.wrapped or state == NOT_GATHERED:
+            return 0
+        if self.rules.zero_stage < 3:
+            return self.rules.compute * self.stage.elements
+        return self.rules.compute * (self.root if state == AFTER_FORWARD else self.prefetched)
 
 
 @lru_cache(maxsize=65536)

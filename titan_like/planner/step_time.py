@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
@@ -83,18 +82,7 @@ class Steps(NamedTuple):
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict a step by following every pass."""
     steps = steps_of(work, profile)
-    return _added_up(work, profile, steps, _span(work, steps))
-
-
-def least_step_seconds(work: Workload, profile: Profile, passes_alone: bool = False, source: Source = trace) -> float:
-    """A lower bound on the total of `step_time`, which takes a fraction of its time.
-
-    ``passes_alone``: without what follows the passes. ``source`` as in `stages_of`.
-    """
-    steps = steps_of(work, profile, source)
-    if passes_alone:
-        steps = steps._replace(data=0.0, update=0.0, link=0.0)
-    return _added_up(work, profile, steps, _least_span(work, steps)).total
+    return added_up(work, profile, steps, _span(work, steps))
 
 
 def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, float]:
@@ -286,27 +274,7 @@ def _span(work: Workload, steps: Steps) -> float:
     return span_of(work.pipeline_schedule, durations, steps.transfer)
 
 
-def _least_span(work: Workload, steps: Steps) -> float:
-    """A lower bound on `_span`, whatever the schedule is.
-
-    A rank starts when the first microbatch has come to its first stage, computes all passes of its stages, and after
-    the last one that other ranks need, a microbatch goes back to the first stage. Exact for equal stages under 1F1B and
-    GPipe, and for interleaved stages. Of ranks with equal stages, the last one waits longest.
-    """
-    alike, kinds, m = steps.pipeline.alike, steps.kinds, work.microbatches
-    sent = [steps.transfer * crosses for crosses in alike.crosses]
-    # Until a microbatch arrives, and from its backward pass until the end.
-    arrival = [0.0, *accumulate([kinds[kind].F + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
-    back = [0.0, *accumulate([kinds[kind].I + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
-    longest = 0.0
-    for stage_kinds, _, first in alike.rank_kinds:
-        busy = sum([kinds[kind].F + kinds[kind].B for kind in stage_kinds])
-        needed = sum([kinds[kind].F + kinds[kind].I for kind in stage_kinds])
-        longest = max(longest, arrival[first] + max(m * busy, m * needed + back[first]))
-    return longest
-
-
-def _added_up(work: Workload, profile: Profile, steps: Steps, span: float) -> StepTime:
+def added_up(work: Workload, profile: Profile, steps: Steps, span: float) -> StepTime:
     """The busiest rank's work by what takes its time. Where ranks share cores, their mean work counts."""
     waits = waiting_share(work, profile)
     stages = steps.stages if waits < 1 else steps.on_busiest

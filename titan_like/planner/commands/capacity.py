@@ -30,11 +30,12 @@ from titan_like.planner.commands.outcome import (
     sized,
 )
 from titan_like.planner.memory import largest_memory, usable_bytes
-from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_of
+from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, Space
 from titan_like.planner.shape import shape_of
+from titan_like.planner.stack import checked_profile, profile_of
 
 _LEAST_MEMORY: dict[str, Any] = {
     "parallelism.zero_stage": 3,
