@@ -18,14 +18,29 @@ from titan_like.planner.stages import StageProgram, Unit
 from titan_like.planner.trace.program import Segment
 from titan_like.planner.workload import BYTES, Workload, element_bytes
 
-# Of gathered weights, after a forward and after a backward pass.
-NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
-# Of gradients: of one backward pass, or sums. Gradients of a split backward pass's first part may wait for the second
-# part. After a second part without such, the matrices' gradients were the last to be summed.
-NO_GRADIENTS, FIRST_PARTS, OF_ONE_PASS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS = range(7)
-FINISHED = 7
-_WITH_FIRST_PARTS = {NO_GRADIENTS: FIRST_PARTS, SUMS: SUMS_AND_FIRST_PARTS, MATRICES: MATRICES_AND_FIRST_PARTS}
-WAITING = frozenset(_WITH_FIRST_PARTS.values())  # first parts wait
+
+class Weights:
+    """What a stage has of gathered weights between passes."""
+
+    NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD = range(3)
+
+
+class Gradients:
+    """What a stage has of gradients between passes: of one backward pass, or sums.
+
+    Gradients of a split backward pass's first part may wait for the second part. After a second part without such, the
+    matrices' gradients were the last to be summed.
+    """
+
+    NONE, FIRST_PARTS, OF_ONE_PASS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS, FINISHED = range(8)
+    WAITING = frozenset((FIRST_PARTS, SUMS_AND_FIRST_PARTS, MATRICES_AND_FIRST_PARTS))  # first parts wait
+
+
+_WITH_FIRST_PARTS = {
+    Gradients.NONE: Gradients.FIRST_PARTS,
+    Gradients.SUMS: Gradients.SUMS_AND_FIRST_PARTS,
+    Gradients.MATRICES: Gradients.MATRICES_AND_FIRST_PARTS,
+}
 
 
 class PassKind(NamedTuple):
@@ -41,39 +56,46 @@ class StageState:
     """The states of a stage's weights and gradients in the course of a step."""
 
     def __init__(self, microbatches: int) -> None:
-        self.weights, self.gradients = NOT_GATHERED, NO_GRADIENTS
+        self.weights, self.gradients = Weights.NOT_GATHERED, Gradients.NONE
         self._left = microbatches  # backward passes
 
     def next_pass(self, kind: str) -> PassKind:
         """The stage's next pass; ``kind`` is F, B, I or W."""
         is_last = kind in "BW" and self._left == 1
-        is_first = self.weights == NOT_GATHERED if kind == "F" else self.gradients in (NO_GRADIENTS, FIRST_PARTS)
+        if kind == "F":
+            is_first = self.weights == Weights.NOT_GATHERED
+        else:
+            is_first = self.gradients in (Gradients.NONE, Gradients.FIRST_PARTS)
         return PassKind(kind, is_first, is_last, self.gradients)
 
     def finish(self, pass_: PassKind) -> None:
         """Change the states as the pass does."""
         kind = pass_.kind
         if kind == "F":
-            self.weights = AFTER_FORWARD
+            self.weights = Weights.AFTER_FORWARD
             return
         if kind != "W":
-            self.weights = AFTER_BACKWARD
+            self.weights = Weights.AFTER_BACKWARD
         if kind == "I":
             self.gradients = _WITH_FIRST_PARTS.get(self.gradients, self.gradients)
             return
         self._left -= 1
         if self._left == 0:
-            self.gradients, self.weights = FINISHED, NOT_GATHERED
-        elif self.gradients == NO_GRADIENTS:
-            self.gradients = OF_ONE_PASS
-        else:  # a second part also reduces what the first parts of later microbatches have left
-            self.gradients = SUMS if kind == "B" or self.gradients in WAITING else MATRICES
+            self.gradients, self.weights = Gradients.FINISHED, Weights.NOT_GATHERED
+        elif self.gradients == Gradients.NONE:
+            self.gradients = Gradients.OF_ONE_PASS
+        elif kind == "B" or self.gradients in Gradients.WAITING:
+            self.gradients = Gradients.SUMS
+        else:  # an earlier second part has also reduced what the first parts of later microbatches had left
+            self.gradients = Gradients.MATRICES
 
 
 class Rules(NamedTuple):
     """How data parallelism treats a stage's weights and gradients, whatever the number of shards."""
 
     zero_stage: int  # 0 if no other process has the same weights
+    gathers_every_pass: bool
+    reduces_every_pass: bool
     wrapped: bool  # FSDP2, or its `replicate`, gathers or casts weights before use
     copied: bool  # the model computes with `ComputeCopies`
     replicated: bool  # then gradients that are missing are summed as zeros
@@ -85,12 +107,12 @@ class Rules(NamedTuple):
     def gathers(self, pass_: PassKind) -> bool:
         """Whether a pass gathers or casts weights."""
         if pass_.kind == "F":
-            return self.wrapped and (pass_.is_first or gathers_every_pass(self.zero_stage))
-        return pass_.kind != "W" and gathers_every_pass(self.zero_stage)
+            return self.wrapped and (pass_.is_first or self.gathers_every_pass)
+        return pass_.kind != "W" and self.gathers_every_pass
 
     def reduces(self, pass_: PassKind) -> bool:
         """Whether a pass reduces gradients over processes."""
-        return self.wrapped and pass_.kind in "BW" and (pass_.is_last or reduces_every_pass(self.zero_stage))
+        return self.wrapped and pass_.kind in "BW" and (pass_.is_last or self.reduces_every_pass)
 
     def reduces_matrices_alone(self, pass_: PassKind) -> bool:
         """Whether gradients are missing for all parameters but matrices.
@@ -98,22 +120,22 @@ class Rules(NamedTuple):
         That is so in the second part of a split backward pass, unless first parts wait. The first second part also
         reduces what several first parts have left. With replicas, `DataParallel` adds zeros for missing gradients.
         """
-        has_first_parts = pass_.kind != "W" or pass_.gradients in WAITING
-        return reduces_every_pass(self.zero_stage) and not self.replicated and not has_first_parts
+        has_first_parts = pass_.kind != "W" or pass_.gradients in Gradients.WAITING
+        return self.reduces_every_pass and not self.replicated and not has_first_parts
 
     def frees(self, pass_: PassKind) -> bool:
         """Whether a pass frees gathered weights. A backward pass does so unit by unit before it reduces gradients."""
-        return self.wrapped and (gathers_every_pass(self.zero_stage) or (pass_.is_last and pass_.kind in "BW"))
+        return self.wrapped and (self.gathers_every_pass or (pass_.is_last and pass_.kind in "BW"))
 
     def has_shards(self, gradients: int) -> bool:
         """Whether reduced gradients exist in this state between passes."""
-        if gradients == FINISHED:
+        if gradients == Gradients.FINISHED:
             return self.wrapped
-        return reduces_every_pass(self.zero_stage) and gradients not in (NO_GRADIENTS, FIRST_PARTS)
+        return self.reduces_every_pass and gradients not in (Gradients.NONE, Gradients.FIRST_PARTS)
 
     def gathered_elements(self, unit: Unit) -> int:
         """Elements of a unit that are gathered, before ZeRO shards them. Only ZeRO 3 gathers frozen parameters."""
-        return unit.elements + (unit.frozen_elements if self.zero_stage == 3 else 0)
+        return unit.elements + (unit.frozen_elements if self.gathers_every_pass else 0)
 
 
 def gathers_every_pass(zero_stage: int) -> bool:
@@ -146,6 +168,8 @@ def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Shardin
     shards = sizes if zero else dict.fromkeys(sizes, 1)
     rules = Rules(
         zero_stage=zero,
+        gathers_every_pass=gathers_every_pass(zero),
+        reduces_every_pass=reduces_every_pass(zero),
         wrapped=shared and (in_half or zero > 0),
         copied=in_half and not shared,
         replicated=work.replicate > 1,
@@ -181,7 +205,7 @@ def communication(stage: StageProgram, kinds: Sequence[str], sharding: Sharding)
     """Yield what each pass of a stage gathers and reduces, in order. ``kinds``: of all of its passes in a step."""
     rules = sharding.rules
     units = [unit for unit in stage.units if sharding.holders[unit.sharers] > 1]
-    units = [unit for unit in units if unit.parameters or rules.zero_stage == 3]
+    units = [unit for unit in units if unit.parameters or rules.gathers_every_pass]
     trained = [unit for unit in units if unit.parameters]
     state = StageState(sum(kind in "BW" for kind in kinds))
     for kind in kinds:
@@ -190,7 +214,7 @@ def communication(stage: StageProgram, kinds: Sequence[str], sharding: Sharding)
         if rules.zero_stage and rules.gathers(pass_):
             # A backward pass needs no frozen table.
             needed = [unit for unit in units if kind == "F" or unit.parameters or unit.name in ("", "layers")]
-            gathered = [unit for unit in needed if unit.name or state.weights != AFTER_FORWARD]
+            gathered = [unit for unit in needed if unit.name or state.weights != Weights.AFTER_FORWARD]
         if rules.reduces(pass_):
             reduced = [unit.matrices for unit in trained] if rules.reduces_matrices_alone(pass_) else trained
         # Without a root, FSDP2 also gathers what the forward pass of the microbatch before ended with, which ZeRO 3

@@ -15,7 +15,7 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.data_parallel import Rules, Sharding, gathers_every_pass, shard_rows, sharding_of
+from titan_like.planner.data_parallel import Rules, Sharding, shard_rows, sharding_of
 from titan_like.planner.occupancy import occupancy
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
@@ -164,7 +164,7 @@ def _frozen(stage: StageProgram, sharding: Sharding) -> int:
     elements = 0
     for parameter in [parameter for unit in stage.units for parameter in unit.frozen]:
         rows, *dims = parameter.shape
-        shards = sharding.shards[parameter.sharers] if gathers_every_pass(sharding.rules.zero_stage) else 1
+        shards = sharding.shards[parameter.sharers] if sharding.rules.gathers_every_pass else 1
         elements += prod((shard_rows(rows, shards), *dims))
     return elements
 

@@ -10,20 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from titan_like.planner.data_parallel import (
-    FINISHED,
-    FIRST_PARTS,
-    MATRICES,
-    MATRICES_AND_FIRST_PARTS,
-    NO_GRADIENTS,
-    OF_ONE_PASS,
-    WAITING,
-    CopiedUnit,
-    LayerUnit,
-    PassKind,
-    Rules,
-    copied_units,
-)
+from titan_like.planner.data_parallel import CopiedUnit, Gradients, LayerUnit, PassKind, Rules, copied_units
 from titan_like.planner.stages import StageProgram
 from titan_like.planner.trace.program import Segment
 
@@ -84,18 +71,22 @@ class StageGradients:
     def accumulated(self, state: int) -> tuple[int, int]:
         """Bytes of whole gradients between passes, and of the input of the last reduction."""
         rules, vectors = self.rules, self.elements - self.matrices
-        if state == NO_GRADIENTS or (rules.wrapped and state == FINISHED):
+        if state == Gradients.NONE or (rules.wrapped and state == Gradients.FINISHED):
             return 0, 0
         if not rules.wrapped:
-            if rules.copied and state == FINISHED:
+            if rules.copied and state == Gradients.FINISHED:
                 return rules.master * self.elements - self.freed, 0
-            element = rules.compute if rules.copied and state in (FIRST_PARTS, OF_ONE_PASS) else rules.master
-            return element * (vectors if state == FIRST_PARTS else self.elements), 0
-        if rules.zero_stage < 2:
-            return rules.reduce * (vectors if state == FIRST_PARTS else self.elements), 0
-        if state in WAITING:
+            element = (
+                rules.compute
+                if rules.copied and state in (Gradients.FIRST_PARTS, Gradients.OF_ONE_PASS)
+                else rules.master
+            )
+            return element * (vectors if state == Gradients.FIRST_PARTS else self.elements), 0
+        if not rules.reduces_every_pass:
+            return rules.reduce * (vectors if state == Gradients.FIRST_PARTS else self.elements), 0
+        if state in Gradients.WAITING:
             return rules.reduce * vectors, 0
-        is_of_matrices = state in (MATRICES, MATRICES_AND_FIRST_PARTS)
+        is_of_matrices = state in (Gradients.MATRICES, Gradients.MATRICES_AND_FIRST_PARTS)
         return 0, rules.reduce * (self.last_matrices if is_of_matrices else self.last_reduced)
 
     def at_update(self, shard: int, microbatches: int) -> int:
@@ -105,7 +96,7 @@ class StageGradients:
         """
         rules = self.rules
         if not rules.copied:
-            return self.between_passes(FINISHED, shard)
+            return self.between_passes(Gradients.FINISHED, shard)
         element = rules.compute if microbatches == 1 else rules.master
         peak = held = element * self.elements - self.freed
         for size in sorted(unit.elements for unit in self.copied_units) if self.frees_copies else ():
@@ -126,7 +117,7 @@ class PassGradients:
         self.reduces = self.rules.reduces(pass_)
         self.accumulated, _ = stage.accumulated(pass_.gradients)  # the pass frees the input of the last reduction
         self.retained = 0
-        self.is_first = pass_.gradients == NO_GRADIENTS
+        self.is_first = pass_.gradients == Gradients.NONE
         self.has_shards = self.rules.has_shards(pass_.gradients)
         self.done = self.fresh = self.outside = 0  # elements: all so far, of the current unit, outside layers
         self.reduced = 0
@@ -184,7 +175,7 @@ class PassGradients:
                 fresh = max(fresh, converted)
             yield before + rest + fresh, self.shards, False
             return
-        had_sums = rules.zero_stage < 2 and not self.is_first  # to which fresh gradients are added in place
+        had_sums = not rules.reduces_every_pass and not self.is_first  # to which fresh gradients are added in place
         dense = unit.elements - unit.experts, not rules.zero_stage, unit.last_parameter, False
         experts = unit.experts, unit.experts_alone, unit.last_of_experts, True
         for size, alone, parameter, early in [experts, dense] if unit.experts else [dense]:
@@ -220,7 +211,7 @@ class CopiedGradients(PassGradients):
         self.units = stage.copied_units
         self.limits = list(accumulate(unit.elements for unit in self.units))
         self.frees = pass_.is_last and stage.frees_copies
-        self.is_second = pass_.gradients == OF_ONE_PASS
+        self.is_second = pass_.gradients == Gradients.OF_ONE_PASS
 
     def during(self, part: Placed, produced: int) -> int:
         """As in the base class."""

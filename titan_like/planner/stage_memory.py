@@ -11,17 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from titan_like.planner.data_parallel import (
-    AFTER_BACKWARD,
-    AFTER_FORWARD,
-    FINISHED,
-    NO_GRADIENTS,
-    NOT_GATHERED,
-    LayerUnit,
-    PassKind,
-    Rules,
-    layer_units,
-)
+from titan_like.planner.data_parallel import Gradients, LayerUnit, PassKind, Rules, Weights, layer_units
 from titan_like.planner.stage_gradients import Placed, StageGradients
 from titan_like.planner.stages import StageProgram
 
@@ -57,7 +47,7 @@ class StageMemory:
         self.buffered_root = sum([rules.gathered_elements(unit) for unit in roots if unit.sharers not in rules.single])
         buffered = [unit for unit in tables if unit.sharers not in rules.single]
         self.buffered_table = sum([rules.gathered_elements(unit) for unit in buffered])
-        self.placed = _placed(stage, rules.single, rules.zero_stage == 3)
+        self.placed = _placed(stage, rules.single, rules.gathers_every_pass)
         # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
         # before ended with, which is needed only later.
         units = [part.unit for part in self.placed if part.unit.gathered]
@@ -72,8 +62,10 @@ class StageMemory:
     def states(self, shard: int) -> tuple[list[int], list[int]]:
         """Bytes of gathered weights, and of gradients, in each of their states. ``shard``: elements of this process."""
         if shard not in self._states:
-            weights = [self._gathered(state) for state in (NOT_GATHERED, AFTER_FORWARD, AFTER_BACKWARD)]
-            gradients = [self.gradients.between_passes(state, shard) for state in range(FINISHED + 1)]
+            weights = [
+                self._gathered(state) for state in (Weights.NOT_GATHERED, Weights.AFTER_FORWARD, Weights.AFTER_BACKWARD)
+            ]
+            gradients = [self.gradients.between_passes(state, shard) for state in range(Gradients.FINISHED + 1)]
             self._states[shard] = weights, gradients
         return self._states[shard]
 
@@ -103,7 +95,7 @@ class StageMemory:
         """Segment by segment. Weights arrive in a buffer, which FSDP2 keeps until the next ones have arrived."""
         rules, gradients = self.rules, sum(self.gradients.accumulated(pass_.gradients))
         gathers, frees = rules.gathers(pass_), rules.frees(pass_)
-        stays, early = self.root, self.prefetched if pass_.gradients != NO_GRADIENTS else 0  # elements
+        stays, early = self.root, self.prefetched if pass_.gradients != Gradients.NONE else 0  # elements
         buffer = self.buffered_root
         for number, part in enumerate(self.placed):
             activations = self.received + part.before
@@ -174,7 +166,7 @@ class StageMemory:
         rules = self.rules
         if not rules.wrapped:
             return 0
-        if rules.zero_stage < 3:
+        if not rules.gathers_every_pass:
             return rules.compute * self.stage.elements
         early = 0 if pass_.is_last else self.prefetched
         if part.unit.gathered:  # and the buffer of the unit that is gathered next
@@ -188,12 +180,12 @@ class StageMemory:
         if not rules.wrapped:
             return 0
         early = 0 if pass_.is_last else self.prefetched
-        return rules.compute * (self.stage.elements if rules.zero_stage < 3 else self.root + self.table + early)
+        return rules.compute * (self.stage.elements if not rules.gathers_every_pass else self.root + self.table + early)
 
     def _second_part(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """All products are computed before any is accumulated or reduced."""
         rules, (accumulated, retained) = self.rules, self.gradients.accumulated(pass_.gradients)
-        weights = self._gathered(AFTER_FORWARD) if rules.zero_stage < 3 else 0
+        weights = self._gathered(Weights.AFTER_FORWARD) if not rules.gathers_every_pass else 0
         fresh = rules.compute * self.gradients.matrices
         if not (rules.wrapped or rules.copied or pass_.is_first):
             fresh = min(fresh, rules.compute * self.gradients.largest_parameter)
@@ -201,7 +193,7 @@ class StageMemory:
         if not rules.wrapped:
             return
         # The products' inputs are freed. One unit after the other is converted, and reduced.
-        reduces, adds_in_place = rules.reduces(pass_), rules.zero_stage < 2 and not pass_.is_first
+        reduces, adds_in_place = rules.reduces(pass_), not rules.reduces_every_pass and not pass_.is_first
         lacks_vectors = rules.reduces_matrices_alone(pass_)
         trained = (unit for unit in self.stage.units if unit.parameters)
         for unit in sorted(trained, key=lambda unit: unit.name == "layers"):
@@ -209,7 +201,7 @@ class StageMemory:
             accumulated += 0 if adds_in_place else rules.reduce * matrices
             fresh -= rules.compute * matrices
             reduced = rules.reduce * present.elements if reduces else 0
-            if rules.frees(pass_) and rules.zero_stage < 3:
+            if rules.frees(pass_) and not rules.gathers_every_pass:
                 weights -= rules.compute * unit.elements
             yield -self.deferred, accumulated + fresh + reduced, weights, 0
             accumulated -= min(accumulated, reduced)
@@ -221,11 +213,11 @@ class StageMemory:
 
     def _gathered(self, state: int) -> int:
         """Bytes of gathered weights between passes."""
-        if not self.rules.wrapped or state == NOT_GATHERED:
+        if not self.rules.wrapped or state == Weights.NOT_GATHERED:
             return 0
-        if self.rules.zero_stage < 3:
+        if not self.rules.gathers_every_pass:
             return self.rules.compute * self.stage.elements
-        return self.rules.compute * (self.root if state == AFTER_FORWARD else self.prefetched)
+        return self.rules.compute * (self.root if state == Weights.AFTER_FORWARD else self.prefetched)
 
 
 @lru_cache(maxsize=65536)

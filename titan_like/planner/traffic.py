@@ -90,7 +90,7 @@ def _of_fsdp(stage: StageProgram, kinds: Sequence[str], sharding: Sharding) -> I
     for gathered, reduced, sums_replicas in communication(stage, kinds, sharding):
         for unit in gathered:
             if sharding.shards[unit.sharers] > 1:
-                parameters = (*unit.parameters, *unit.frozen) if rules.zero_stage == 3 else unit.parameters
+                parameters = (*unit.parameters, *unit.frozen) if rules.gathers_every_pass else unit.parameters
                 yield unit.sharers, "all_gather", rules.compute * _padded(parameters, sharding.shards[unit.sharers])
         for unit in reduced:
             shards = sharding.shards[unit.sharers]
