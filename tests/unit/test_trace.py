@@ -25,11 +25,11 @@ from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stages_per_rank
 from titan_like.planner import trace as traces
 from titan_like.planner.memory import candidates, rank_memory
-from titan_like.planner.occupancy import occupancy
 from titan_like.planner.trace import run, trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Moment, Program, fullest
 from titan_like.planner.traffic import Coordinates, step_traffic
+from titan_like.planner.walk import occupancy
 from titan_like.planner.workload import PipelineSchedule, Workload, workload_of
 
 Run = tuple[JobConfig, TransformerConfig, Layout]

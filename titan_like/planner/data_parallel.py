@@ -193,16 +193,14 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
     return max(0, min(largest, rows - rank * largest))
 
 
-class Communication(NamedTuple):
-    """What FSDP2 gathers and reduces in one pass of a stage."""
+def communication(
+    stage: StageProgram, kinds: Sequence[str], sharding: Sharding
+) -> Iterator[tuple[list[Unit], list[Unit], bool]]:
+    """Yield the units that each pass of a stage gathers, those that it reduces, and whether it also sums over replicas.
 
-    gathered: list[Unit]
-    reduced: list[Unit]  # with the parameters whose gradients there are
-    sums_replicas: bool
-
-
-def communication(stage: StageProgram, kinds: Sequence[str], sharding: Sharding) -> Iterator[Communication]:
-    """Yield what each pass of a stage gathers and reduces, in order. ``kinds``: of all of its passes in a step."""
+    Units that are reduced have only the parameters whose gradients there are. ``kinds``: of the stage's passes in a
+    step, in order.
+    """
     rules = sharding.rules
     units = [unit for unit in stage.units if sharding.holders[unit.sharers] > 1]
     units = [unit for unit in units if unit.parameters or rules.gathers_every_pass]
@@ -222,7 +220,7 @@ def communication(stage: StageProgram, kinds: Sequence[str], sharding: Sharding)
         lacks_root = len(units) > 1 and units[-1].name
         if pass_.is_last and 0 < rules.zero_stage < 3 and lacks_root and _follows_another(kinds):
             gathered.append(units[-1])
-        yield Communication(gathered, reduced, sums_replicas=pass_.is_last)
+        yield gathered, reduced, pass_.is_last
         state.finish(pass_)
 
 

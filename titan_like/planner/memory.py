@@ -16,11 +16,11 @@ import numpy as np
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
 from titan_like.planner.data_parallel import Rules, Sharding, shard_rows, sharding_of
-from titan_like.planner.occupancy import occupancy
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
 from titan_like.planner.stages import StageProgram, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
+from titan_like.planner.walk import occupancy
 from titan_like.planner.workload import Workload, pipeline_of
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free

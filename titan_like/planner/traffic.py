@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from titan_like.planner.data_parallel import Sharding, communication, shard_rows, sharding_of
-from titan_like.planner.occupancy import steps_as_run
 from titan_like.planner.stages import StageProgram, Unit, stages_of_rank
 from titan_like.planner.trace.program import Parameter
+from titan_like.planner.walk import steps_as_run
 from titan_like.planner.workload import Workload
 
 
