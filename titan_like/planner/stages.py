@@ -127,13 +127,13 @@ def _ends(program: Program, place: StagePlace) -> Iterator[Unit]:
     """Units of the parameters outside layers."""
     segments = program.entry, program.inputs, program.head
     parts = [segment.parameters for segment in segments], [segment.frozen for segment in segments]
-    trained, frozen = (_of_ends(*lists, place) for lists in parts)
+    trained, frozen = (_of_ends(place, *lists) for lists in parts)
     for name, sharers in {parameter.unit: parameter.sharers for parameter in (*trained, *frozen)}.items():
         yield Unit(name, sharers, *(tuple(p for p in part if p.unit == name) for part in (trained, frozen)))
 
 
 def _of_ends(
-    entry: list[Parameter], inputs: list[Parameter], head: list[Parameter], place: StagePlace
+    place: StagePlace, entry: list[Parameter], inputs: list[Parameter], head: list[Parameter]
 ) -> list[Parameter]:
     """The parameters that a stage has of these segments."""
     shared = [parameter for parameter in inputs if {*parameter.kinds} & {*place.layers}]
