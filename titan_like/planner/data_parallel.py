@@ -59,26 +59,18 @@ class StageState:
         self.weights, self.gradients = Weights.NOT_GATHERED, Gradients.NONE
         self._left = microbatches  # backward passes
 
-    def next_pass(self, kind: str) -> PassKind:
-        """The stage's next pass; ``kind`` is F, B, I or W."""
-        is_last = kind in "BW" and self._left == 1
+    def advance(self, kind: str) -> PassKind:
+        """Change the states as the stage's next pass does, and return that pass; ``kind`` is F, B, I or W."""
+        before = self.gradients
         if kind == "F":
-            is_first = self.weights == Weights.NOT_GATHERED
-        else:
-            is_first = self.gradients in (Gradients.NONE, Gradients.FIRST_PARTS)
-        return PassKind(kind, is_first, is_last, self.gradients)
-
-    def finish(self, pass_: PassKind) -> None:
-        """Change the states as the pass does."""
-        kind = pass_.kind
-        if kind == "F":
-            self.weights = Weights.AFTER_FORWARD
-            return
+            is_first, self.weights = self.weights == Weights.NOT_GATHERED, Weights.AFTER_FORWARD
+            return PassKind(kind, is_first, False, before)
+        is_first = before in (Gradients.NONE, Gradients.FIRST_PARTS)
         if kind != "W":
             self.weights = Weights.AFTER_BACKWARD
         if kind == "I":
-            self.gradients = _WITH_FIRST_PARTS.get(self.gradients, self.gradients)
-            return
+            self.gradients = _WITH_FIRST_PARTS.get(before, before)
+            return PassKind(kind, is_first, False, before)
         self._left -= 1
         if self._left == 0:
             self.gradients, self.weights = Gradients.FINISHED, Weights.NOT_GATHERED
@@ -88,6 +80,7 @@ class StageState:
             self.gradients = Gradients.SUMS
         else:  # an earlier second part has also reduced what the first parts of later microbatches had left
             self.gradients = Gradients.MATRICES
+        return PassKind(kind, is_first, self._left == 0, before)
 
 
 class Rules(NamedTuple):
@@ -207,12 +200,12 @@ def communication(
     trained = [unit for unit in units if unit.parameters]
     state = StageState(sum(kind in "BW" for kind in kinds))
     for kind in kinds:
-        pass_ = state.next_pass(kind)
+        weights, pass_ = state.weights, state.advance(kind)
         gathered, reduced = list[Unit](), list[Unit]()
         if rules.zero_stage and rules.gathers(pass_):
             # A backward pass needs no frozen table.
             needed = [unit for unit in units if kind == "F" or unit.parameters or unit.name in ("", "layers")]
-            gathered = [unit for unit in needed if unit.name or state.weights != Weights.AFTER_FORWARD]
+            gathered = [unit for unit in needed if unit.name or weights != Weights.AFTER_FORWARD]
         if rules.reduces(pass_):
             reduced = [unit.matrices for unit in trained] if rules.reduces_matrices_alone(pass_) else trained
         # Without a root, FSDP2 also gathers what the forward pass of the microbatch before ended with, which ZeRO 3
@@ -221,7 +214,6 @@ def communication(
         if pass_.is_last and 0 < rules.zero_stage < 3 and lacks_root and _follows_another(kinds):
             gathered.append(units[-1])
         yield gathered, reduced, pass_.is_last
-        state.finish(pass_)
 
 
 def _follows_another(kinds: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from titan_like.parallel.schedules.communication import MAX_PENDING_SENDS, add_communication
 from titan_like.parallel.schedules.simulate import follow, in_order, max_in_flight
 from titan_like.parallel.schedules.tables import Action, schedule_table, stages_per_rank
-from titan_like.planner.data_parallel import PassKind, StageState
+from titan_like.planner.data_parallel import Gradients, PassKind, StageState, Weights
 from titan_like.planner.workload import PipelineSchedule
 
 _KINDS = "FBIW"
@@ -108,25 +108,26 @@ def _occupancy(schedule: PipelineSchedule, rank: int, splits_backward: bool, wit
     place, count, last_stage = {stage: n for n, stage in enumerate(stages)}, len(stages), len(ranks) - 1
     held, deferred = [0] * count, [0] * count
     states = [StageState(schedule.microbatches) for _ in stages]
+    weights, gradients = [Weights.NOT_GATHERED] * count, [Gradients.NONE] * count
     arrived = sent = 0  # messages
     # For equal states, only the moments that no other moment matches or exceeds in every count.
     moments: _Moments = {}
     for kind, stage, _ in steps_as_run(schedule, rank, splits_backward, with_messages):
-        if kind.startswith(("SEND", "RECV")):
-            arrived += kind.startswith("RECV")
-            sent += kind.startswith("SEND")
+        if kind not in _KINDS:
+            arrived += kind[0] == "R"  # RECV_F or RECV_B; the others are SEND_F and SEND_B
+            sent += kind[0] == "S"
             continue
         n = place[stage]
         takes = stage != (0 if kind == "F" else last_stage) and kind != "W"  # a message
         arrived -= takes
-        pass_ = states[n].next_pass(kind)
         messages = arrived + min(sent, MAX_PENDING_SENDS) if with_messages else 0
-        key = n, pass_, tuple([state.weights for state in states]), tuple([state.gradients for state in states])
+        weights_before, gradients_before = tuple(weights), tuple(gradients)
+        key = n, states[n].advance(kind), weights_before, gradients_before
+        weights[n], gradients[n] = states[n].weights, states[n].gradients
         _keep(moments.setdefault(key, []), (*held, *deferred, messages))
         gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
         neighbour = stage + (1 if kind == "F" else -1)
         arrived += gives and neighbour in place  # to a stage on the same rank
-        states[n].finish(pass_)
         if kind == "F":
             held[n] += 1
         else:
