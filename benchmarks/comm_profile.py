@@ -25,9 +25,9 @@ from benchmarks.runs import ROOT, parser_of, torchrun, write
 from benchmarks.search_cpu import ENVIRONMENT
 from titan_like.planner.commands.calibrate import log_errors
 from titan_like.planner.links import read_measurements, with_links
-from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import load_profile
 from titan_like.planner.rows import read_rows
+from titan_like.planner.stack import of_own_trainer
 
 LARGEST = {2: "1g", 4: "256m", 8: "64m"}  # of bench_comm.py: memory and time on this machine
 

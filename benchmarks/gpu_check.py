@@ -224,8 +224,8 @@ def peak(settings: list[str]) -> Iterator[Row]:
     """Peak bytes of a step: the allocator's and the planner's."""
     import torch
 
-    from titan_like.planner.memory import step_memory
-    from titan_like.planner.predict import workload_of
+    from titan_like.planner.memory import candidates, rank_memory
+    from titan_like.planner.workload import workload_of
 
     trainer, data = trainer_of(settings)
     on_gpu = trainer.run.device.type == "cuda"
@@ -235,7 +235,8 @@ def peak(settings: list[str]) -> Iterator[Row]:
     trainer.train_step(data)
     data.close()
     torch.distributed.destroy_process_group()  # for that of the trace
-    ranks = step_memory(workload_of(trainer.config, trainer.run.model, trainer.run.layout)).values()
+    work = workload_of(trainer.config, trainer.run.model, trainer.run.layout)
+    ranks = [rank_memory(work, rank) for rank in candidates(work)]
     yield {
         "predicted_bytes": max(rank.total for rank in ranks),
         "measured_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,

@@ -35,8 +35,8 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
     import torch.distributed as dist
 
     from titan_like.config import load_config
-    from titan_like.planner.predict import workload_of
     from titan_like.planner.traffic import Coordinates, step_traffic
+    from titan_like.planner.workload import workload_of
     from titan_like.train.job import process_group
     from titan_like.train.rules import resolve_settings
     from titan_like.train.setup import prepare_run

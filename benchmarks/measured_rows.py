@@ -267,7 +267,6 @@ def row_from(table: dict[str, str]) -> Row:
         dtype=_dtype(notes, study, defaults["dtype"]),
         dropout=defaults.get("dropout", False),
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
-        causal=not table["model"].lower().startswith("bert"),
     )
     is_timed = cells.step_time_s is not None or cells.tflops_per_gpu is not None
     out_of_memory = not is_timed and re.search(r"\bOOM\b|out of memory", notes) is not None

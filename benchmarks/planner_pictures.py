@@ -26,8 +26,8 @@ from titan_like.metrics.flops import megatron_flops_per_token
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import memory as own_memory
-from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.stack import default_profile
 from titan_like.planner.workload import Workload
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code
 
 from benchmarks.runs import ROOT, machine, parser_of, write
 from titan_like.models.registry import config_class, flavors
+from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.profile import load_profile
-from titan_like.planner.step_time import least_step_seconds
 from titan_like.planner.trace import TraceKey, estimate, trace
 from titan_like.planner.workload import Workload
 

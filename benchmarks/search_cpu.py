@@ -24,9 +24,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.runs import ROOT, machine, parser_of, torchrun, write
 from titan_like.planner.commands.calibrate import fit, informed, log_errors
-from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import load_profile
 from titan_like.planner.rows import Row, read_rows
+from titan_like.planner.stack import of_own_trainer
 from titan_like.search.results import judgement
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}

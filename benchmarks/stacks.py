@@ -14,9 +14,10 @@ from math import gcd
 from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import schedule_table
 from titan_like.planner import memory as own_trainer
+from titan_like.planner.data_parallel import shard_groups
 from titan_like.planner.memory import Memory, RankMemory
 from titan_like.planner.profile import Profile, builtin_profiles
-from titan_like.planner.stages import shard_groups, stages_of_rank
+from titan_like.planner.stages import stages_of_rank
 from titan_like.planner.step_time import StepTime, step_time
 from titan_like.planner.trace.program import Attention, Gemm, Pass, Segment
 from titan_like.planner.workload import Workload, element_bytes
@@ -179,7 +180,7 @@ def _rank_memories(work: Workload, profile: Profile, stack: Stack, flash: bool) 
     table = schedule_table(work.schedule, work.pipeline, work.virtual_stages, work.microbatches)
     for rank, held in enumerate(max_in_flight(table)):
         stages, matrices, most = stages_of_rank(work, rank).values(), 0.0, 0.0
-        own = own_trainer.step_memory(work, [rank])[rank]
+        own = own_trainer.rank_memory(work, rank)
         for stage in () if flash else stages:
             cores = {segment: _matrices(segment, work) for segment, is_layer, _ in stage.counts if is_layer}
             here = sum(count * cores.get(segment, 0.0) for segment, _, count in stage.counts)

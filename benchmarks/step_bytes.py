@@ -27,7 +27,7 @@ from titan_like.optim import adamw
 from titan_like.parallel.gradients import ComputeCopies
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import rank_moments
-from titan_like.planner.predict import workload_of
+from titan_like.planner.workload import workload_of
 from titan_like.torch_private import TorchDispatchMode, schema_of, tree_leaves
 
 CACHE = 8 << 20

@@ -27,7 +27,7 @@ from titan_like.config.load import load_config
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import rank_memory
-from titan_like.planner.predict import workload_of
+from titan_like.planner.workload import workload_of
 from titan_like.train.rules import check_rules
 
 RESULTS = Path(__file__).parent / "results" / "trace_memory_cpu.json"

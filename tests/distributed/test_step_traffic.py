@@ -20,9 +20,8 @@ from titan_like.parallel.context import ContextCore
 from titan_like.parallel.data import DataParallelGroup
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import StepMemory, rank_memory
-from titan_like.planner.predict import workload_of
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
-from titan_like.planner.workload import BYTES
+from titan_like.planner.workload import BYTES, workload_of
 from titan_like.train.trainer import Trainer
 from titan_like.verify.watch import steps_alone
 

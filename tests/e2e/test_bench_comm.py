@@ -11,7 +11,7 @@ from tests.e2e.scripts import REPO, TORCHRUN, Script
 from titan_like.commands.bench_comm import main as bench_comm
 from titan_like.commands.plan import main as plan
 from titan_like.config.errors import ConfigError
-from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES
+from titan_like.metrics.collectives import BETWEEN_NODES, BUS_SHARES
 
 
 def run_on_two_nodes(*words: str) -> list[subprocess.CompletedProcess[str]]:

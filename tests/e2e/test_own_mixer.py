@@ -20,7 +20,7 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner import trace as traces
 from titan_like.planner.memory import rank_memory
-from titan_like.planner.predict import workload_of
+from titan_like.planner.workload import workload_of
 from titan_like.verify import verify as verify_module
 from titan_like.verify.compare import EXACT
 from titan_like.verify.verify import Verifier

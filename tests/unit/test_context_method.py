@@ -9,9 +9,9 @@ from titan_like.models.registry import flavors, model_config
 from titan_like.parallel.layout import Layout, best_method, method_of
 from titan_like.parallel.whole_sequences import needs_whole_sequences
 from titan_like.planner.memory import memory
-from titan_like.planner.predict import default_profile
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.search_space import Space
+from titan_like.planner.stack import default_profile
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey

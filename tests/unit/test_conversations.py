@@ -31,10 +31,10 @@ from tests.unit.chat_cases import (
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import JobConfig
 from titan_like.data.chat.template import Chat
+from titan_like.data.loading.describe import describe_data
 from titan_like.data.loading.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
-from titan_like.planner.dry_run import describe_data
 from titan_like.train.rules import resolve_settings
 
 SEQ = 64

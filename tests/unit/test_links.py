@@ -7,7 +7,8 @@ import pytest
 
 from titan_like.commands.bench_comm import build_parser, sizes_of
 from titan_like.config import ConfigError, load_config
-from titan_like.planner.links import BETWEEN_NODES, Measurement, read_measurements, with_links
+from titan_like.metrics.collectives import BETWEEN_NODES, Measurement
+from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile, profile_to_toml
 

@@ -12,9 +12,9 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.parallel import offload
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.tuning import Tuning
-from titan_like.planner.predict import workload_of
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.workload import workload_of
 
 RUN = ["--model.family=llama", "--model.flavor=debug", "--training.steps=1", "--training.micro_batch_size=2"]
 

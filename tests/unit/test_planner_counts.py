@@ -88,7 +88,7 @@ def test_recomputation_repeats_the_forward_pass_but_for_its_last_product():
 def test_seconds_are_those_of_the_parts():
     layer = traced(tensor=2).layers[0]
     found = pass_times(layer.forward, True, {"tp": (2, 1)}, Kernels("bfloat16"), QUIET)
-    products = sum(gemm_time(*gemm[:4], "bfloat16", QUIET) for gemm in layer.forward.gemms)
+    products = sum(gemm_time(gemm, "bfloat16", QUIET) for gemm in layer.forward.gemms)
     ((core, _),) = layer.forward.attention.items()
     eager, fused = layer.forward.eager_bytes[0], layer.forward.fused_bytes[0]
     moved = ((1 - QUIET.fusion) * eager + QUIET.fusion * fused) / QUIET.memory_rate

@@ -12,14 +12,14 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import largest_memory, memory
-from titan_like.planner.predict import predict, workload_of
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import Links, builtin_profiles
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import Space
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
-from titan_like.planner.workload import Workload
+from titan_like.planner.workload import Workload, workload_of
 
 QWEN, MIXTRAL = flavor("moe", "qwen3_30b_a3b"), flavor("moe", "mixtral_8x7b")
 DEEPSEEK = flavor(
@@ -81,7 +81,7 @@ def test_experts_multiply_the_rows_of_their_tokens():
     assert all(gemm.batch == 8 and gemm.m == rows for gemm in grouped)
     assert sum(gemm.flops for gemm in grouped) == 2 * 3 * 4096 * 8 * 768 * 2048
     half, whole = (layer_times(one, exact.changed(grouped_relative=part))[0].compute for part in (0.5, 1.0))
-    assert half - whole == pytest.approx(sum(gemm_time(*gemm[:4], "bfloat16", exact) for gemm in grouped))
+    assert half - whole == pytest.approx(sum(gemm_time(gemm, "bfloat16", exact) for gemm in grouped))
 
 
 def test_a_step_computes_what_a_token_uses():

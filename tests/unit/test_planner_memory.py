@@ -12,8 +12,8 @@ from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.config.schema import Optimizer
 from titan_like.optim.state_size import ADAMW_STATE, StateValues, optimizer_state
 from titan_like.planner.memory import largest_memory, memory
-from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.stack import of_own_trainer
 from titan_like.planner.workload import BYTES, Workload
 
 TRAINER = of_own_trainer(builtin_profiles()["fsdp_a100"], "bfloat16")

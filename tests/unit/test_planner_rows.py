@@ -17,8 +17,8 @@ from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.planner import rows
 from titan_like.planner.commands.calibrate import usable
-from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import builtin_profiles
+from titan_like.planner.workload import workload_of
 
 ROWS = published_rows()
 OWN = {

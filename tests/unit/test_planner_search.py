@@ -10,15 +10,17 @@ import pytest
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Model
 from titan_like.models.registry import model_config
+from titan_like.models.shape import shape_of
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.auto import differences, why_slower
+from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.memory import largest_memory
-from titan_like.planner.predict import predict, workload_of
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import SEARCHED, Space, divisors, layout_of
-from titan_like.planner.shape import shape_of
-from titan_like.planner.step_time import least_step_seconds, step_time
+from titan_like.planner.step_time import step_time
+from titan_like.planner.workload import workload_of
 from titan_like.train.rules import check_rules
 
 NONE_FIT_WHOLE = [

@@ -11,9 +11,11 @@ from tests.distributed.launch import base_config
 from tests.unit.planner_cases import flavor, layer_times, random_workloads
 from titan_like.config import ConfigError, load_config
 from titan_like.planner.cost import gemm_time
-from titan_like.planner.predict import of_own_trainer, predict
+from titan_like.planner.predict import predict
 from titan_like.planner.profile import Links, builtin_profiles
+from titan_like.planner.stack import of_own_trainer
 from titan_like.planner.step_time import exposed, step_time
+from titan_like.planner.trace.program import Gemm
 from titan_like.planner.workload import Workload, equal_stages
 
 SELENE = builtin_profiles()["selene_2021"]
@@ -110,14 +112,14 @@ def test_tensor_parallelism_of_one_node_beats_that_of_two():
 def test_gemm_pays_for_edge_tiles_and_for_the_last_wave():
     device = SELENE.device
     ideal = 2 * 4096**3 / (device.peak_flops("float16") * SELENE.gemm_efficiency)
-    whole = gemm_time(4096, 4096, 4096, 1, "float16", SELENE)
+    whole = gemm_time(Gemm(4096, 4096, 4096, 1, False, 16), "float16", SELENE)
     assert ideal < whole < 1.25 * ideal
     # One row more needs another row of tiles; another one after that does not.
-    more = [gemm_time(16 * 1024 + n, 8192, 4096, 1, "float16", SELENE) for n in (0, 1, 2)]
+    more = [gemm_time(Gemm(16 * 1024 + n, 8192, 4096, 1, False, 16), "float16", SELENE) for n in (0, 1, 2)]
     assert more[0] < more[1] == more[2]
     # Short depths, and rows that do not begin where fast kernels need it, are slow.
-    assert gemm_time(4096, 4096, 128, 1, "float16", SELENE) * 32 > 1.5 * whole
-    assert gemm_time(4096, 4096, 4096, 1, "float16", SELENE, alignment=1) > 5 * whole
+    assert gemm_time(Gemm(4096, 4096, 128, 1, False, 16), "float16", SELENE) * 32 > 1.5 * whole
+    assert gemm_time(Gemm(4096, 4096, 4096, 1, False, 1), "float16", SELENE) > 5 * whole
 
 
 def test_rings_share_the_node_s_cards():

@@ -8,11 +8,12 @@ from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.metrics.step_timeline import simulated
 from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, schedule_table, stages_per_rank
-from titan_like.planner.predict import of_own_trainer
+from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.step_time import least_step_seconds, message_time, step_time, steps_of, timeline, waiting_share
+from titan_like.planner.stack import of_own_trainer
+from titan_like.planner.step_time import message_time, step_time, steps_of, timeline, waiting_share
 from titan_like.planner.walk import span_of
-from titan_like.planner.workload import Workload
+from titan_like.planner.workload import PipelineSchedule, Workload
 
 SELENE = builtin_profiles()["selene_2021"]
 QUIET = SELENE.changed(
@@ -37,7 +38,7 @@ def test_every_pass_of_every_schedule_is_followed(schedule):
             durations += [forward, inputs + weights, inputs, weights]
         shape, transfer = (schedule, pipeline, virtual, m), generator.choice([0.0, 0.2])
         whole = simulated(*shape, lambda a: durations[4 * a.stage + "FBIW".index(a.kind)], transfer).seconds  # noqa: B023
-        found = span_of(*shape, durations, transfer)
+        found = span_of(PipelineSchedule(*shape), durations, transfer)
         assert found == pytest.approx(whole, rel=1e-9 if m < 4 * pipeline else 0.03)
         compared += 1
     assert compared >= 3
@@ -68,7 +69,7 @@ def test_bubble_of_equal_stages_is_the_closed_form(schedule, virtual):
     """(p - 1) / (v m) of a microbatch's work (arXiv 2104.04473, section 2.2)."""
     p, m = 4, 16
     assert ideal_bubble(schedule, p, virtual, m) == (p - 1) / (virtual * m)
-    found = span_of(schedule, p, virtual, m, [1.0, 2.0, 1.0, 1.0] * p * virtual, 0.0)
+    found = span_of(PipelineSchedule(schedule, p, virtual, m), [1.0, 2.0, 1.0, 1.0] * p * virtual, 0.0)
     assert found == pytest.approx(3.0 * virtual * (m + (p - 1) / virtual))
 
 

@@ -24,14 +24,13 @@ from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stages_per_rank
 from titan_like.planner import trace as traces
-from titan_like.planner.memory import rank_memory, step_memory
-from titan_like.planner.occupancy import occupancy
-from titan_like.planner.predict import workload_of
+from titan_like.planner.memory import candidates, rank_memory
 from titan_like.planner.trace import run, trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Moment, Program, fullest
 from titan_like.planner.traffic import Coordinates, step_traffic
-from titan_like.planner.workload import Workload
+from titan_like.planner.walk import occupancy
+from titan_like.planner.workload import PipelineSchedule, Workload, workload_of
 
 Run = tuple[JobConfig, TransformerConfig, Layout]
 # Kinds of layers that take turns, of equal parameters and different cost.
@@ -333,7 +332,7 @@ def test_what_a_whole_step_sends_is_what_is_composed(layout: str, rank: int) -> 
 
 
 def fullest_of(work: Workload, ranks: Iterable[int] | None = None) -> int:
-    return max(memory.total for memory in step_memory(work, ranks).values())
+    return max(rank_memory(work, rank).total for rank in ranks or candidates(work))
 
 
 def test_a_search_gets_the_largest_rank() -> None:
@@ -347,7 +346,7 @@ def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipe
     microbatches = rounds * pipeline
     expected = max_in_flight(schedule_table(schedule, pipeline, virtual, microbatches))
     for rank in range(pipeline):
-        found = occupancy(schedule, pipeline, virtual, microbatches, rank, splits_backward=True)
+        found = occupancy(PipelineSchedule(schedule, pipeline, virtual, microbatches), rank, splits_backward=True)
         held = (found.held + found.deferred).sum(1)
         running = [one.kind for kinds in found.passes for one in kinds]
         during = [running[number] == "F" for number in found.running]
@@ -356,7 +355,7 @@ def test_a_rank_holds_as_many_microbatches_as_its_table_says(schedule: str, pipe
 
 def test_a_new_schedule_may_hold_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES, "new", SCHEDULES["gpipe"])
-    found, wanted = (occupancy(name, 2, 1, 16, 0, splits_backward=False) for name in ("new", "gpipe"))
+    found, wanted = (occupancy(PipelineSchedule(name, 2, 1, 16), 0, splits_backward=False) for name in ("new", "gpipe"))
     assert found.held.tolist() == wanted.held.tolist() and found.held.max() == 16
 
 

@@ -19,10 +19,10 @@ from titan_like.config import ConfigError
 from titan_like.config.load import load_config
 from titan_like.models.registry import build_model, model_config
 from titan_like.parallel.layout import Layout
-from titan_like.planner.predict import workload_of
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.run import microbatch
+from titan_like.planner.workload import workload_of
 
 RUN = ["--training.seq_len=64", "--training.micro_batch_size=2", "--training.global_batch_size=2"]
 RUN += ["--training.steps=1", "--training.dtype=bfloat16", "--compile.enable=true", "--model.flavor=debug"]

@@ -19,6 +19,7 @@ from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
+from titan_like.planner.trace.program import Gemm
 from titan_like.planner.update_time import update_time
 from titan_like.planner.workload import Workload
 
@@ -181,7 +182,9 @@ def test_an_update_takes_the_time_of_what_it_does() -> None:
     muon = update_work(Optimizer(name="muon"))
 
     def computed(shape: torch.Size) -> float:
-        return sum(calls * gemm_time(*s, 1, "bfloat16", SELENE) for s, calls in muon.gemms(*shape).items())
+        return sum(
+            calls * gemm_time(Gemm(*s, 1, False, 16), "bfloat16", SELENE) for s, calls in muon.gemms(*shape).items()
+        )
 
     computes = model.num_layers / 32 * sum(map(computed, layer))
     sends = 2 * SELENE.links.all_gather(2 * elements, 32, 1)

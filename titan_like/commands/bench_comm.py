@@ -24,10 +24,10 @@ from titan_like.config import load_config
 from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, write_json
+from titan_like.metrics.collectives import BETWEEN_NODES, BUS_SHARES, Measurement, operation_on
 from titan_like.metrics.timeline_plot import check_picture
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.mesh import build_expert_mesh, build_mesh
-from titan_like.planner.links import BETWEEN_NODES, BUS_SHARES, Measurement, operation_on
 from titan_like.train.environment import check_meeting, environment_number, number_of_processes
 from titan_like.train.job import process_group
 from titan_like.train.setup import host_memory_bytes, select_device

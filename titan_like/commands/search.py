@@ -58,9 +58,10 @@ def main(argv: list[str]) -> int:
     from titan_like.checkpoint.step_folders import hold
     from titan_like.data.loading.batch_size import check_length
     from titan_like.metrics.devices import known_device
-    from titan_like.planner.predict import FLOAT8_NOTE, profile_of
+    from titan_like.planner.predict import FLOAT8_NOTE
     from titan_like.planner.profile import load_profile
     from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, set_keys
+    from titan_like.planner.stack import profile_of
     from titan_like.search.cases import grid_cases, own_profile, planned_cases, read_grid
     from titan_like.search.trial import OK, Place, Plan, end_processes
 

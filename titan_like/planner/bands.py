@@ -16,6 +16,12 @@ UNSEEN = {"another GPU": 0.34, "more GPUs": 0.21, "experts": 0.34, "another type
 _LARGEST = 0.9  # errors are relative to the measured time, so 1 would mean that nothing is known
 
 
+def band(work: Workload, profile: Profile) -> float:
+    """The error, relative to the measured time, that nine in ten steps stay below. Causes add up as if independent."""
+    causes = [profile.error_p90, *(UNSEEN[name] for name in unseen(work, profile))]
+    return min(math.hypot(*causes), _LARGEST)
+
+
 def unseen(work: Workload, profile: Profile) -> list[str]:
     """In what a run differs from the runs that a profile was fitted on."""
     shipped = builtin_profiles().get(profile.name, profile)
@@ -27,9 +33,3 @@ def unseen(work: Workload, profile: Profile) -> list[str]:
         "another type": work.dtype != shipped.dtype,
     }
     return [name for name, is_unseen in differs.items() if is_unseen]
-
-
-def band(work: Workload, profile: Profile) -> float:
-    """The error, relative to the measured time, that nine in ten steps stay below. Causes add up as if independent."""
-    causes = [profile.error_p90, *(UNSEEN[name] for name in unseen(work, profile))]
-    return min(math.hypot(*causes), _LARGEST)

@@ -18,7 +18,7 @@ from titan_like.planner.workload import NARROW, Workload, element_bytes, stored_
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
 
-_MESSAGES = ("send", "receive")  # between neighbours of a ring
+MESSAGES = ("send", "receive")  # between neighbours of a ring
 EXPERTS = "ep"  # the group whose messages are rows of tokens on their way to experts
 
 Groups = Mapping[str, tuple[int, int]]
@@ -55,56 +55,15 @@ class Times(NamedTuple):
         return Times(*[seconds + count * added for seconds, added in zip(self, other, strict=True)])
 
 
-def gemm_rate(dtype: str, profile: Profile) -> float:
-    """FLOP/s of products whose tiles are the largest and fill all multiprocessors."""
-    rate = profile.device.peak_flops(dtype) * profile.gemm_efficiency
-    if dtype in NARROW:
-        rate *= profile.float8_relative if dtype == "float8" else profile.float4_relative
-    return rate
-
-
-def gemm_time(m: float, n: float, k: float, batch: float, dtype: str, profile: Profile, alignment: int = 16) -> float:
-    """Seconds of ``batch`` products [m, k] · [k, n], with elements of 4 bytes in float32, else 2.
-
-    Fast kernels need rows that begin at multiples of the device's `tensor_element`; see `Gemm.alignment`.
-    """
-    cache, key = profile.seconds, (m, n, k, batch, dtype, alignment)
+def segment_times(
+    segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile
+) -> tuple[Times, Times, Times]:
+    """Seconds of a segment's passes, in the order of `Segment.passes`. The profile keeps what it has computed."""
+    cache, key = profile.seconds, (segment, is_layer, kernels)
     if key not in cache:
-        device, best, rate = profile.device, float("inf"), gemm_rate(dtype, profile)
-        # The best tile: waves, each as long as one tile takes, over all multiprocessors.
-        for rows, columns, relative in _TILES:
-            waves = -(-(-(-m // rows) * -(-n // columns) * batch) // device.multiprocessors)
-            best = min(best, waves * rows * columns / relative)
-        compute = best * device.multiprocessors * 2 * (k + profile.gemm_depth) / rate
-        moved = element_bytes(dtype) * batch * (m * k + k * n + m * n)
-        seconds = max(compute, moved / profile.memory_rate)
-        if alignment % min(16, device.tensor_element):
-            seconds = max(seconds, 2 * m * n * k * batch / profile.misaligned_rate)
-        cache[key] = seconds
+        as_run = profile.operators(segment, is_layer)
+        cache[key] = tuple(pass_times(pass_, is_layer, groups, kernels, profile) for pass_ in as_run)
     return cache[key]
-
-
-def _traced_gemm_time(gemm: Gemm, dtype: str, profile: Profile) -> float:
-    seconds = gemm_time(*gemm[:4], dtype, profile, gemm.alignment)
-    return seconds / profile.grouped_relative if gemm.grouped else seconds
-
-
-def attention_time(core: Attention, dtype: str, profile: Profile) -> float:
-    """Seconds of fused attention (arXiv 2205.14135): bound by computation, five products backward and two forward."""
-    flops = core.flops(profile.causal_half) * (1.25 if core.backward else 1)
-    return flops / (profile.device.peak_flops(stored_dtype(dtype)) * profile.attention_efficiency)
-
-
-def collective_time(kind: str, nbytes: float, size: int, stride: int, profile: Profile) -> float:
-    """Seconds of a collective. ``nbytes``: the result of an all-gather, the input of all others."""
-    links = profile.links
-    if kind == "all_reduce":
-        return links.all_reduce(nbytes, size, stride)
-    if kind == "all_to_all":
-        return links.all_to_all(nbytes, size, stride)
-    if kind in _MESSAGES:  # to the next one of a ring, which does both at once
-        return links.all_gather(nbytes * size, size, stride) / (size - 1) / 2
-    return links.all_gather(nbytes, size, stride)
 
 
 def pass_times(pass_: Pass, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> Times:
@@ -112,7 +71,7 @@ def pass_times(pass_: Pass, is_layer: bool, groups: Groups, kernels: Kernels, pr
     dtype = kernels.dtype if is_layer else stored_dtype(kernels.dtype)
     seconds, exposed, hides = [0.0, 0.0], 0.0, 0.0  # computed first, recomputed
     for gemm, count in pass_.gemms.items():
-        seconds[gemm.recomputed] += count * _traced_gemm_time(gemm, dtype, profile)
+        seconds[gemm.recomputed] += count * gemm_time(gemm, dtype, profile)
     for core, count in pass_.attention.items():
         time = count * attention_time(core, dtype, profile)
         seconds[core.recomputed] += time
@@ -128,7 +87,7 @@ def pass_times(pass_: Pass, is_layer: bool, groups: Groups, kernels: Kernels, pr
         elif group in groups:
             size, stride = groups[group]
             time = calls * collective_time(kind, nbytes / calls, size, stride, profile)
-            if kind in _MESSAGES:  # arrive during attention to what is there; backward, sums wait for each other
+            if kind in MESSAGES:  # arrive during attention to what is there; backward, sums wait for each other
                 time, hides = max(0.0, time - hides), max(0.0, hides - time)
             exposed += time * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
     exposed = max(exposed, copies - sum(seconds))
@@ -136,35 +95,49 @@ def pass_times(pass_: Pass, is_layer: bool, groups: Groups, kernels: Kernels, pr
     return Times(seconds[0], seconds[1], exposed, launches * profile.operator_time)
 
 
-def segment_times(
-    segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile
-) -> tuple[Times, Times, Times]:
-    """Seconds of a segment's passes, in the order of `Segment.passes`. The profile keeps what it has computed."""
-    cache, key = profile.seconds, (segment, is_layer, kernels)
+def gemm_time(gemm: Gemm, dtype: str, profile: Profile) -> float:
+    """Seconds of products with elements of 4 bytes in float32, else 2.
+
+    Fast kernels need rows that begin at multiples of the device's `tensor_element`; see `Gemm.alignment`.
+    """
+    cache, key = profile.seconds, (gemm, dtype)
     if key not in cache:
-        as_run = profile.operators(segment, is_layer)
-        cache[key] = tuple(pass_times(pass_, is_layer, groups, kernels, profile) for pass_ in as_run)
+        m, n, k, batch, _, alignment, is_grouped = gemm
+        device, best = profile.device, float("inf")
+        # The best tile: waves, each as long as one tile takes, over all multiprocessors.
+        for rows, columns, relative in _TILES:
+            waves = -(-(-(-m // rows) * -(-n // columns) * batch) // device.multiprocessors)
+            best = min(best, waves * rows * columns / relative)
+        compute = best * device.multiprocessors * 2 * (k + profile.gemm_depth) / gemm_rate(dtype, profile)
+        moved = element_bytes(dtype) * batch * (m * k + k * n + m * n)
+        seconds = max(compute, moved / profile.memory_rate)
+        if alignment % min(16, device.tensor_element):
+            seconds = max(seconds, gemm.flops / profile.misaligned_rate)
+        cache[key] = seconds / profile.grouped_relative if is_grouped else seconds
     return cache[key]
 
 
-def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Kernels, profile: Profile) -> float:
-    """A lower bound on the device's seconds for all passes over a segment, in proportion to the microbatch's size.
+def gemm_rate(dtype: str, profile: Profile) -> float:
+    """FLOP/s of products whose tiles are the largest and fill all multiprocessors."""
+    rate = profile.device.peak_flops(dtype) * profile.gemm_efficiency
+    if dtype in NARROW:
+        rate *= profile.float8_relative if dtype == "float8" else profile.float4_relative
+    return rate
 
-    It leaves out partly empty waves, latencies, and products that are bound by memory or by their depth.
-    """
-    cache, key = profile.seconds, (segment, is_layer, kernels, "least")
-    if key in cache:
-        return cache[key]
-    dtype, seconds = kernels.dtype if is_layer else stored_dtype(kernels.dtype), 0.0
-    fused = 1.0 if kernels.compiled else profile.fusion
-    for pass_ in profile.operators(segment, is_layer):
-        flops = sum(count * gemm.flops for gemm, count in pass_.gemms.items())
-        seconds += flops / gemm_rate(dtype, profile)
-        seconds += sum(count * attention_time(core, dtype, profile) for core, count in pass_.attention.items())
-        seconds += ((1 - fused) * pass_.eager_bytes[0] + fused * pass_.fused_bytes[0]) / profile.memory_rate
-        for (kind, group, _), (_, nbytes) in pass_.collectives.items():
-            if group in groups and kind not in _MESSAGES:
-                single, double = (collective_time(kind, n * nbytes, *groups[group], profile) for n in (1, 2))
-                seconds += (double - single) * (profile.expert_exposed if group == EXPERTS else profile.tensor_exposed)
-    cache[key] = seconds
-    return seconds
+
+def attention_time(core: Attention, dtype: str, profile: Profile) -> float:
+    """Seconds of fused attention (arXiv 2205.14135): bound by computation, five products backward and two forward."""
+    flops = core.flops(profile.causal_half) * (1.25 if core.backward else 1)
+    return flops / (profile.device.peak_flops(stored_dtype(dtype)) * profile.attention_efficiency)
+
+
+def collective_time(kind: str, nbytes: float, size: int, stride: int, profile: Profile) -> float:
+    """Seconds of a collective. ``nbytes``: the result of an all-gather, the input of all others."""
+    links = profile.links
+    if kind == "all_reduce":
+        return links.all_reduce(nbytes, size, stride)
+    if kind == "all_to_all":
+        return links.all_to_all(nbytes, size, stride)
+    if kind in MESSAGES:  # to the next one of a ring, which does both at once
+        return links.all_gather(nbytes * size, size, stride) / (size - 1) / 2
+    return links.all_gather(nbytes, size, stride)

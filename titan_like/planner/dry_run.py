@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_like.checkpoint.checks import OtherRunError
 from titan_like.checkpoint.loader import materialise_optimizer_state
-from titan_like.config.entry_points import DATASETS, format_of
 from titan_like.config.errors import ConfigError, require
-from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import JobConfig
-from titan_like.data.loading.batch_size import in_samples, total_samples, total_steps
-from titan_like.data.loading.blend import shares_of
-from titan_like.data.loading.open_source import held_out, open_data
-from titan_like.data.objectives.masks import masks_of
-from titan_like.data.readers.files import named_paths
-from titan_like.data.readers.indexed import prefix_of
-from titan_like.data.text.packed import corpus_files, corpus_folder, corpus_job, split_weights
-from titan_like.data.text.tokenizer import describe_vocabulary, is_on_hub, tokenizer_files, tokenizer_of
+from titan_like.data.loading.batch_size import total_samples, total_steps
+from titan_like.data.loading.describe import describe_data
+from titan_like.data.text.tokenizer import describe_vocabulary, is_on_hub
 from titan_like.evaluate.tasks import named_tasks
 from titan_like.metrics.hardware import peak_tflops
 from titan_like.models.config import TransformerConfig
@@ -43,14 +35,14 @@ from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_flight, simulate, unit_time
 from titan_like.parallel.schedules.tables import Action, schedule_table
 from titan_like.planner.auto import with_chosen_layout
+from titan_like.planner.data_parallel import sharding_of
 from titan_like.planner.forecast import check_profile
 from titan_like.planner.memory import StepMemory, rank_moments
-from titan_like.planner.predict import workload_of
-from titan_like.planner.stages import sharding_of, stages_of
+from titan_like.planner.stages import stages_of
 from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
-from titan_like.planner.workload import BYTES, Workload
+from titan_like.planner.workload import BYTES, Workload, workload_of
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import check_folders
@@ -173,7 +165,7 @@ def dry_run(config: JobConfig) -> DryRun:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
     # What it does in a step. float64 is computed as it is, while forecasts of time take it for float32.
     work = workload_of(config, model, layout)._replace(dtype=training.dtype)
-    pipeline_rank, reduce_bytes, sharding = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work)
+    pipeline_rank, reduce_bytes, rules = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work).rules
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
     traffic = step_traffic(work, Coordinates(pipeline_rank, shards), reduce_bytes)
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
@@ -203,7 +195,7 @@ def dry_run(config: JobConfig) -> DryRun:
         seq_len=training.seq_len,
         stages=stages,
         state=state,
-        copies=trained * sharding.compute * sharding.copied,
+        copies=trained * rules.compute * rules.copied,
         peak=max(moments, key=lambda moment: moment.total),
         in_passes=moments[0].total,
         in_update=moments[1].total,
@@ -288,56 +280,3 @@ def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str
             raise
         return [f"not checked on this machine: {error}"]
     return []
-
-
-def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfig, str]:
-    """What is known of the data without tokenizing it. It may be on another machine.
-
-    Returns:
-        The settings, with `training.epochs` in samples if the data can be counted, and a line.
-
-    Raises:
-        ConfigError: the settings cannot be right for any data, or the data at hand is unfit.
-    """
-    section = config.data
-    if section.dataset not in DATASETS:  # only the class of a user's own dataset can count it
-        return _counted(config, model)
-    split_weights(section.split)
-    sections = [section, *(held_out(section, dataset.paths) for dataset in config.evaluation.sets)]
-    sources = [data.model_copy(update={"paths": share.paths}) for data in sections for share in shares_of(data.paths)]
-    data_format = format_of(section.dataset)
-    is_corpus = not data_format.is_tokenized and not data_format.is_stream
-    if is_corpus and data_format.has_files and not section.paths:
-        corpus_files(section)  # raises ConfigError
-    spec = section.tokenizer
-    named = [Path(spec)] if is_on_hub(spec) else tokenizer_files(spec)
-    if section.tokenizer.startswith("gpt2:") and len(named) != 2:
-        tokenizer_of(section)  # raises ConfigError
-    absent = [str(path) for path in named if unreadable_reason(path) == "does not exist"]
-    files = [name for source in sources if format_of(source.dataset).has_files for name in source.paths]
-    absent += [name for name in files if _is_absent(name, data_format.is_tokenized)]
-    if absent:
-        return config, f"not looked at: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not on this machine"
-    if data_format.is_tokenized:
-        return _counted(config, model)
-    tokenizer_of(section, model.vocab_size)
-    masks_of(config, model)  # raises ConfigError where a token is missing
-    if data_format.is_stream:
-        open_data(config, model)  # reads the first sample
-        return config, f"a stream, read by {section.num_readers} readers, so its samples are not counted"
-    jobs, cache = [corpus_job(source) for source in sources], Path(config.job.dump_folder) / "data_cache"
-    new = [job for job in jobs if not corpus_folder(job, cache).exists()]
-    if new:
-        return config, f"{sum(len(job.files) for job in new):,} files, not tokenized yet, so not counted"
-    return _counted(config, model)
-
-
-def _is_absent(name: str, is_tokenized: bool) -> bool:
-    files = [f"{prefix_of(name)}{ending}" for ending in (".idx", ".bin")] if is_tokenized else []
-    return not any(map(named_paths, [name, *files]))
-
-
-def _counted(config: JobConfig, model: TransformerConfig) -> tuple[JobConfig, str]:
-    samples = len(open_data(config, model)["train"])
-    config = config.model_copy(update={"training": in_samples(config.training, samples)})
-    return config, f"{samples:,} training samples, {total_samples(config.training) / samples:.3g} passes over them"

@@ -7,7 +7,6 @@ fullest moment is the largest product of the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -16,12 +15,12 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.occupancy import occupancy, splits_backward
-from titan_like.planner.pass_gradients import Keeping
+from titan_like.planner.data_parallel import Rules, Sharding, shard_rows, sharding_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
-from titan_like.planner.stages import Sharding, StageProgram, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.stages import StageProgram, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
+from titan_like.planner.walk import occupancy
 from titan_like.planner.workload import Workload, pipeline_of
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free
@@ -74,7 +73,7 @@ def usable_bytes(device: Device) -> float:
 
 def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
-    memories = step_memory(work, range(work.pipeline), profile.gradient_bytes).values()
+    memories = (rank_memory(work, rank, profile.gradient_bytes) for rank in range(work.pipeline))
     ranks = tuple(with_overhead(profile, *parts) for parts in memories)
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
@@ -99,13 +98,16 @@ def with_overhead(profile: Profile, *parts: float) -> RankMemory:
     return RankMemory._make([*parts, overhead, sum(parts) + overhead])
 
 
-def step_memory(work: Workload, ranks: Iterable[int] | None = None, reduce_bytes: int = 4) -> dict[int, StepMemory]:
-    """Memory of some pipeline ranks, by default of the ranks that may be the fullest.
+def candidates(work: Workload) -> tuple[int, ...]:
+    """Both end ranks, and the first of each kind between them: later ranks of a kind hold fewer microbatches."""
+    if work.splits_backward:
+        return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
+    return pipeline_of(work).largest
 
-    ``reduce_bytes``: of an element in `training.reduce_dtype`.
-    """
-    chosen = candidates(work) if ranks is None else ranks
-    return {rank: rank_memory(work, rank, reduce_bytes) for rank in chosen}
+
+def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
+    """The fullest moment of a step on one pipeline rank; arguments as for `rank_moments`."""
+    return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
 
 
 def rank_moments(
@@ -113,21 +115,20 @@ def rank_moments(
 ) -> tuple[StepMemory, StepMemory]:
     """The fullest moments of a step's forward and backward passes and of its update, on one pipeline rank.
 
-    Arguments are as for `step_memory` and `occupancy`.
+    ``reduce_bytes``: of an element in `training.reduce_dtype`. ``messages`` as for `occupancy`.
     """
-    sharding, shape = sharding_of(work, reduce_bytes), (work.pipeline, work.virtual_stages, work.microbatches)
-    splits = splits_backward(work.schedule, work.pipeline, work.compiled)
-    occupied = occupancy(work.schedule, *shape, rank, splits, messages)
-    programs, keeping, shards = stages_of_rank(work, rank), _keeping(sharding), tuple(sharding.shards.items())
-    stages = [_stage_memory(programs[number], keeping) for number in occupied.stages]
-    elements = [_sharded(stage.stage, shards, work.optimizer) for stage in stages]
+    sharding = sharding_of(work, reduce_bytes)
+    rules, shards = sharding.rules, tuple(sharding.shards.items())
+    occupied = occupancy(work.pipeline_schedule, rank, work.splits_backward, messages)
+    programs = stages_of_rank(work, rank)
+    stages = [_stage_memory(programs[number], rules) for number in occupied.stages]
+    elements, kept_by_optimizer = zip(*[_sharded(stage.stage, shards, work.optimizer) for stage in stages], strict=True)
     usages: list[Usage] = []
-    for stage, passes, (shard, _) in zip(stages, occupied.passes, elements, strict=True):
+    for stage, passes, shard in zip(stages, occupied.passes, elements, strict=True):
         usages += stage.usages(passes, shard)
     # Bytes at each moment. The states of weights and gradients say which of their stage's amounts there are.
-    weights, gradients = zip(
-        *(stage.states(shard) for stage, (shard, _) in zip(stages, elements, strict=True)), strict=True
-    )
+    states = [stage.states(shard) for stage, shard in zip(stages, elements, strict=True)]
+    weights, gradients = zip(*states, strict=True)
     every = np.arange(len(stages))
     gathered = np.array(weights)[every, occupied.weights].sum(1)
     kept = np.array(gradients)[every, occupied.gradients].sum(1)
@@ -136,68 +137,55 @@ def rank_moments(
     totals += np.array([sum(usage[:3]) for usage in usages])[occupied.running]
     fullest = int(totals.argmax())
     running = usages[occupied.running[fullest]]
-    at_peak = int(gathered[fullest]) + running.gathered, int(kept[fullest]) + running.gradients
-    copies = round(sharding.compute * sharding.copied * sum(stage.elements for stage in stages))
-    frozen = sharding.compute * sum(_frozen(stage.stage, sharding) for stage in stages)
-    master, kept_state = sum(shard for shard, _ in elements), sum(state for _, state in elements)
-    held = sharding.master * master + frozen, round(sharding.master * kept_state)
-    at_update = sum(
-        stage.at_update(shard, work.microbatches) for stage, (shard, _) in zip(stages, elements, strict=True)
+    gathered_at_peak = int(gathered[fullest]) + running.gathered
+    gradients_at_peak = int(kept[fullest]) + running.gradients
+    copies = rules.compute * sum(stage.stage.elements for stage in stages) if rules.copied else 0
+    frozen = rules.compute * sum(_frozen(stage.stage, sharding) for stage in stages)
+    in_passes = StepMemory(
+        parameters=rules.master * sum(elements) + frozen,
+        gradients=gradients_at_peak,
+        optimizer=round(rules.master * sum(kept_by_optimizer)),
+        gathered=gathered_at_peak + copies,
+        activations=int(totals[fullest]) - gathered_at_peak - gradients_at_peak,
     )
-    in_passes = StepMemory(held[0], at_peak[1], held[1], at_peak[0] + copies, int(totals[fullest]) - sum(at_peak))
-    return in_passes, StepMemory(held[0], at_update, held[1], copies, 0)
-
-
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
-    """The fullest moment of a step on one pipeline rank; arguments as for `step_memory` and `occupancy`."""
-    return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
-
-
-def candidates(work: Workload) -> tuple[int, ...]:
-    """Both end ranks, and the first of each kind between them: later ranks of a kind hold fewer microbatches."""
-    if splits_backward(work.schedule, work.pipeline, work.compiled):
-        return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
-    return pipeline_of(work).largest
-
-
-def _keeping(sharding: Sharding) -> Keeping:
-    single = tuple([name for name, shards in sharding.shards.items() if shards == 1])
-    sizes = sharding.compute, sharding.reduce, sharding.master
-    return Keeping(sharding.zero_stage, sharding.wrapped, sharding.copied, sharding.replicate > 1, single, *sizes)
+    at_update = [
+        stage.gradients.at_update(shard, work.microbatches) for stage, shard in zip(stages, elements, strict=True)
+    ]
+    return in_passes, in_passes._replace(gradients=sum(at_update), gathered=copies, activations=0)
 
 
 @lru_cache(maxsize=65536)
-def _stage_memory(stage: StageProgram, keeping: Keeping) -> StageMemory:
-    return StageMemory(stage, keeping)
+def _stage_memory(stage: StageProgram, rules: Rules) -> StageMemory:
+    return StageMemory(stage, rules)
 
 
 def _frozen(stage: StageProgram, sharding: Sharding) -> int:
     """Elements of frozen parameters on the first process, which ZeRO 3 alone shards."""
-    parameters = [parameter for unit in stage.units for parameter in unit.frozen]
-    shards = [sharding.shards[p.sharers] if sharding.zero_stage == 3 else 1 for p in parameters]
-    rows = [shard_rows(p.shape[0], size) for p, size in zip(parameters, shards, strict=True)]
-    return sum(count * (p.elements // p.shape[0]) for p, count in zip(parameters, rows, strict=True))
+    elements = 0
+    for parameter in [parameter for unit in stage.units for parameter in unit.frozen]:
+        rows, *dims = parameter.shape
+        shards = sharding.shards[parameter.sharers] if sharding.rules.gathers_every_pass else 1
+        elements += prod((shard_rows(rows, shards), *dims))
+    return elements
+
+
+Shards = tuple[tuple[str, int], ...]
+"""The items of `Sharding.shards`."""
 
 
 @lru_cache(maxsize=65536)
-def _sharded(stage: StageProgram, shards: tuple[tuple[str, int], ...], optimizer: OptimizerState) -> tuple[int, float]:
+def _sharded(stage: StageProgram, shards: Shards, optimizer: OptimizerState) -> tuple[int, float]:
     """Elements of the first process's shard of a stage, and values that the optimizer keeps for them."""
-    elements, state = 0, 0.0
-    for segment in stage.layers:
-        shard, kept = _sharded_segment(segment, shards, optimizer)
-        elements, state = elements + shard, state + kept
-    for parameter in [parameter for unit in stage.ends for parameter in unit.parameters]:
-        shard, kept = _sharded_parameter(parameter, dict(shards), optimizer)
-        elements, state = elements + shard, state + kept
-    return elements, state
+    counts = [_sharded_segment(segment, shards, optimizer) for segment in stage.layers]
+    ends = [parameter for unit in stage.ends for parameter in unit.parameters]
+    counts += [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in ends]
+    return sum([elements for elements, _ in counts]), sum([kept for _, kept in counts])
 
 
 @lru_cache(maxsize=65536)
-def _sharded_segment(
-    segment: Segment, shards: tuple[tuple[str, int], ...], optimizer: OptimizerState
-) -> tuple[int, float]:
+def _sharded_segment(segment: Segment, shards: Shards, optimizer: OptimizerState) -> tuple[int, float]:
     counts = [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in segment.parameters]
-    return sum(elements for elements, _ in counts), sum(kept for _, kept in counts)
+    return sum([elements for elements, _ in counts]), sum([kept for _, kept in counts])
 
 
 def _sharded_parameter(parameter: Parameter, shards: dict[str, int], optimizer: OptimizerState) -> tuple[int, float]:

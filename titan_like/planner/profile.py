@@ -66,6 +66,12 @@ FITTED: dict[str, Bounds] = {
 }
 
 
+@lru_cache(maxsize=4096)
+def _ring(links: Links, size: int, stride: int) -> tuple[float, float]:
+    """One way round a ring: seconds for the first byte, and seconds per byte of the result."""
+    return links.ring_latency(size, stride), (size - 1) / size / links.ring_bandwidth(size, stride)
+
+
 @dataclass(frozen=True, eq=False)
 class Links:
     """Achieved bandwidths and latencies of a cluster of equal nodes: bytes per second in one direction, and seconds."""
@@ -80,17 +86,19 @@ class Links:
     switched: bool = True  # NVLink has switches, so two GPUs can use all their links with each other
     one_node: bool = False  # the job has no more GPUs than one node
 
-    def ring_bandwidth(self, size: int, stride: int) -> float:
-        """Bytes per second of one ring while all GPUs of a node are in such rings.
+    def all_to_all(self, nbytes: float, size: int, stride: int, copies: int = 1) -> float:
+        """Seconds until every rank of each group has sent the others their equal parts of its ``nbytes``.
 
-        A ring has ``size`` ranks, ``stride`` apart. A node holds gpus_per_node / stride of a ring's ranks, and
-        ``stride`` rings share its network cards.
+        What leaves a node shares all of its network cards. If the bytes are of rows that go to ``copies`` ranks each,
+        drawn at random, a node gets a row once and hands it on.
         """
         if self._stays_inside(size, stride):
-            return self.nvlink if self.switched else self.nvlink * (size - 1) / (self.gpus_per_node - 1)
-        rings = min(stride, self.gpus_per_node)
-        share = self.node * min(1 / rings, self.ring_part)
-        return min(share, self.nvlink) if rings < self.gpus_per_node else share
+            return self.all_gather(nbytes, size, stride)
+        inside = min(size - 1, max(1, self.gpus_per_node // stride)) / size
+        nodes = max(1.0, size * stride / self.gpus_per_node)
+        once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        slowest = max(inside / self.nvlink, (1 - inside) * once * self.gpus_per_node / self.node)
+        return self.ring_latency(size, stride) + nbytes * slowest
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds to sum ``nbytes`` on every rank."""
@@ -107,32 +115,6 @@ class Links:
         latency, per_byte = _ring(self, size, stride)
         return latency + nbytes * per_byte
 
-    def all_to_all(self, nbytes: float, size: int, stride: int, copies: int = 1) -> float:
-        """Seconds until every rank of each group has sent the others their equal parts of its ``nbytes``.
-
-        What leaves a node shares all of its network cards. If the bytes are of rows that go to ``copies`` ranks each,
-        drawn at random, a node gets a row once and hands it on.
-        """
-        if self._stays_inside(size, stride):
-            return self.all_gather(nbytes, size, stride)
-        inside = min(size - 1, max(1, self.gpus_per_node // stride)) / size
-        nodes = max(1.0, size * stride / self.gpus_per_node)
-        once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
-        slowest = max(inside / self.nvlink, (1 - inside) * once * self.gpus_per_node / self.node)
-        return self.ring_latency(size, stride) + nbytes * slowest
-
-    def _stays_inside(self, size: int, stride: int) -> bool:
-        """Whether no ring leaves its node. If groups do not divide a node evenly, some of them span two nodes."""
-        ranks = size * stride
-        return ranks <= self.gpus_per_node and (self.one_node or self.gpus_per_node % ranks == 0)
-
-    def ring_latency(self, size: int, stride: int) -> float:
-        """Seconds until the first byte is round a ring, over hops inside nodes and, if it leaves one, between nodes."""
-        hops, between = size - 1, 0
-        if not self._stays_inside(size, stride):
-            between = max(1, -(-size * stride // self.gpus_per_node) - 1) if stride < self.gpus_per_node else hops
-        return between * self.network_latency + (hops - between) * self.nvlink_latency
-
     def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:
         """Seconds of the slowest message if each GPU sends one to the GPU ``stride`` further on, in rows of ``ranks``.
 
@@ -142,11 +124,29 @@ class Links:
             return self.nvlink_latency + nbytes / self.nvlink
         return self.network_latency + nbytes * self.gpus_per_node / self.node_messages
 
+    def ring_latency(self, size: int, stride: int) -> float:
+        """Seconds until the first byte is round a ring, over hops inside nodes and, if it leaves one, between nodes."""
+        hops, between = size - 1, 0
+        if not self._stays_inside(size, stride):
+            between = max(1, -(-size * stride // self.gpus_per_node) - 1) if stride < self.gpus_per_node else hops
+        return between * self.network_latency + (hops - between) * self.nvlink_latency
 
-@lru_cache(maxsize=4096)
-def _ring(links: Links, size: int, stride: int) -> tuple[float, float]:
-    """One way round a ring: seconds for the first byte, and seconds per byte of the result."""
-    return links.ring_latency(size, stride), (size - 1) / size / links.ring_bandwidth(size, stride)
+    def ring_bandwidth(self, size: int, stride: int) -> float:
+        """Bytes per second of one ring while all GPUs of a node are in such rings.
+
+        A ring has ``size`` ranks, ``stride`` apart. A node holds gpus_per_node / stride of a ring's ranks, and
+        ``stride`` rings share its network cards.
+        """
+        if self._stays_inside(size, stride):
+            return self.nvlink if self.switched else self.nvlink * (size - 1) / (self.gpus_per_node - 1)
+        rings = min(stride, self.gpus_per_node)
+        share = self.node * min(1 / rings, self.ring_part)
+        return min(share, self.nvlink) if rings < self.gpus_per_node else share
+
+    def _stays_inside(self, size: int, stride: int) -> bool:
+        """Whether no ring leaves its node. If groups do not divide a node evenly, some of them span two nodes."""
+        ranks = size * stride
+        return ranks <= self.gpus_per_node and (self.one_node or self.gpus_per_node % ranks == 0)
 
 
 Part = Annotated[float, Field(ge=0, le=1)]
@@ -268,15 +268,29 @@ class Profile:
 _OF_JOBS = ("one_node", "own_links", "operators")
 
 
+def load_profile(name: str, key: str = "--profile") -> Profile:
+    """A shipped profile by name, or one from a TOML file. ``key`` is the setting that names it.
+
+    Raises:
+        ConfigError: there is no such profile or file.
+    """
+    if name in builtin_profiles():
+        return builtin_profiles()[name]
+    path = Path(name)
+    if path.suffix == ".toml" and unreadable_reason(path) != "does not exist":
+        return profile_from(path.stem, read_toml(name, key))
+    known = ", ".join(builtin_profiles())
+    raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")
+
+
 @cache
-def _table() -> type[BaseModel]:
-    """What a profile's TOML may hold: the fields of `Profile`, with the name of the device."""
-    hints = get_type_hints(Profile, include_extras=True) | {"device": str}
-    needed = ("device", "gpus_per_node", "node_bandwidth")
-    names = [f.name for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)]
-    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    field_types: dict[str, Any] = {name: (hints[name], ... if name in needed else None) for name in names}
-    return create_model("ProfileTable", __config__=config, **field_types)
+def builtin_profiles() -> dict[str, Profile]:
+    """The shipped profiles by name."""
+    folder = resources.files("titan_like.planner").joinpath("profiles")
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return {
+        file.name[:-5]: profile_from(file.name[:-5], tomli.loads(file.read_text(encoding="utf-8"))) for file in files
+    }
 
 
 def profile_from(name: str, table: dict[str, Any]) -> Profile:
@@ -301,6 +315,17 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
         reason = f"must be below the device's memory, {values['device'].memory_bytes:.4g}"
         raise ConfigError(f"profile {name}: overhead_bytes", values["overhead_bytes"], reason)
     return Profile(name=name, **values)
+
+
+@cache
+def _table() -> type[BaseModel]:
+    """What a profile's TOML may hold: the fields of `Profile`, with the name of the device."""
+    hints = get_type_hints(Profile, include_extras=True) | {"device": str}
+    needed = ("device", "gpus_per_node", "node_bandwidth")
+    names = [f.name for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)]
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    field_types: dict[str, Any] = {name: (hints[name], ... if name in needed else None) for name in names}
+    return create_model("ProfileTable", __config__=config, **field_types)
 
 
 def profile_to_toml(profile: Profile) -> str:
@@ -328,28 +353,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_rounded(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-@cache
-def builtin_profiles() -> dict[str, Profile]:
-    """The shipped profiles by name."""
-    folder = resources.files("titan_like.planner").joinpath("profiles")
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {
-        file.name[:-5]: profile_from(file.name[:-5], tomli.loads(file.read_text(encoding="utf-8"))) for file in files
-    }
-
-
-def load_profile(name: str, key: str = "--profile") -> Profile:
-    """A shipped profile by name, or one from a TOML file. ``key`` is the setting that names it.
-
-    Raises:
-        ConfigError: there is no such profile or file.
-    """
-    if name in builtin_profiles():
-        return builtin_profiles()[name]
-    path = Path(name)
-    if path.suffix == ".toml" and unreadable_reason(path) != "does not exist":
-        return profile_from(path.stem, read_toml(name, key))
-    known = ", ".join(builtin_profiles())
-    raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")

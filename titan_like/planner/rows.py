@@ -31,9 +31,8 @@ from titan_like.metrics.devices import known_device
 from titan_like.metrics.flops import model_flops_per_token
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.predict import workload_of
 from titan_like.planner.profile import Profile, is_builtin
-from titan_like.planner.workload import Workload
+from titan_like.planner.workload import Workload, workload_of
 from titan_like.train.rules import check_rules
 
 SETTINGS = {  # columns of a CSV file, and the settings of train.py that they stand for

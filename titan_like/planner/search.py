@@ -20,15 +20,14 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD
-from titan_like.planner.cost import Kernels, least_seconds
+from titan_like.planner.bounds import least_bytes, least_group_seconds, least_step_seconds
 from titan_like.planner.memory import MEMORY_MARGIN, largest_memory, usable_bytes
-from titan_like.planner.predict import checked_profile
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import Space, Split
-from titan_like.planner.stages import stages_of
-from titan_like.planner.step_time import StepTime, least_step_seconds, step_time, steps_of
+from titan_like.planner.stack import checked_profile
+from titan_like.planner.step_time import StepTime, step_time, steps_of
 from titan_like.planner.trace import estimate
-from titan_like.planner.workload import BYTES, Workload, element_bytes
+from titan_like.planner.workload import Workload
 from titan_like.train.environment import cluster_size
 
 _ROUNDING = 0.997  # bounds come from estimates of larger microbatches, whose losses are up to 0.3 % of a step off
@@ -65,9 +64,9 @@ class SearchResult:
     usable_bytes: float  # of a GPU's memory, without the margin
 
     @property
-    def fastest(self) -> Candidate:
-        """The fastest layout that fits."""
-        return self.ranked[0]
+    def config(self) -> JobConfig:
+        """The run in its best layout."""
+        return self.space.configured(self.best.work)
 
     @property
     def best(self) -> Candidate:
@@ -77,9 +76,9 @@ class SearchResult:
         return min(tied, key=lambda candidate: (_complexity(candidate.work), candidate.time.total))
 
     @property
-    def config(self) -> JobConfig:
-        """The run in its best layout."""
-        return self.space.configured(self.best.work)
+    def fastest(self) -> Candidate:
+        """The fastest layout that fits."""
+        return self.ranked[0]
 
 
 def search(
@@ -129,7 +128,6 @@ class BestFirst:
         self.ranked: list[Candidate] = []
         self.cells: set[tuple[int, int]] = set()
         self.too_large: dict[tuple[int, int], tuple[Workload, float]] = {}
-        self._least: dict[Workload, tuple[float, float]] = {}
 
     def run(self) -> SearchResult:
         """Search to the end.
@@ -157,63 +155,26 @@ class BestFirst:
         too_large.sort(key=lambda candidate: candidate.memory_bytes)
         return SearchResult(self.space, self.profile, self.ranked, too_large, self.counts, self.usable)
 
-    def _push(self, bound: float, depth: int, arguments: tuple[Any, ...]) -> None:
-        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), arguments))
-
     def _add_group(self, group: Workload) -> None:
         """Put a group into the heap, unless none of its layouts can fit."""
         layouts = len(self.space.pipelines(group)) * len(self.space.splits(group))
         if not layouts:
             return
         self.counts.valid += layouts
-        if self._least_bytes(self.space.member(group, "1f1b", 1, *self.space.splits(group)[0])) > self.usable:
+        if not self._may_fit(group, self.space.splits(group)[0]):
             self.counts.too_large += layouts
             return
-        seconds, _ = self._least_of(group)
-        self._push(group.microbatches / group.pipeline * seconds, 0, (group,))
+        self._push(least_group_seconds(group, self.profile), 0, (group,))
 
-    def _least_bytes(self, work: Workload) -> float:
-        """A lower bound on a layout's memory: what a rank keeps of its microbatches, and its part of the state.
-
-        With few microbatches, gradients are not summed up yet while a rank keeps most of them, and stages have theirs
-        one after the other.
-        """
-        _, kept = self._least_of(work)
-        held = min(work.microbatches, work.pipeline) / work.pipeline * kept
-        elements = work.model.num_parameters() / work.pipeline / max(work.tensor, work.expert)
-        compute, shards = element_bytes(work.dtype), work.shard * work.context
-        if work.lora.rank:  # the frozen weights alone
-            return held + compute * elements / (shards if work.zero_stage == 3 else 1) + self.profile.overhead_bytes
-        master = max(compute, BYTES["float32"])
-        copies = compute if compute < master and work.zero_stage < 3 else 0
-        weights = master * (1 + work.optimizer.layers.element) / (shards if work.zero_stage else 1)
-        sums = 0.0
-        if work.microbatches > work.pipeline:
-            sums = master if work.zero_stage < 2 else master / shards
-        at_end = elements * (master / shards if work.zero_stage else master)
-        peak = max(held + elements * (sums + copies), at_end)
-        return peak + elements * weights + self.profile.overhead_bytes
-
-    def _least_of(self, group: Workload) -> tuple[float, float]:
-        """Lower bounds on a microbatch's seconds and kept bytes in the whole model, scaled up from one sample."""
-        probe = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
-        probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
-        if probe not in self._least:
-            seconds, kept, kernels = 0.0, 0.0, Kernels.of(probe)
-            for stage in stages_of(probe, estimate):
-                kept += sum(segment.kept for segment in stage.layers)
-                for segment, is_layer, count in stage.counts:
-                    seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, self.profile)
-            self._least[probe] = seconds, kept
-        seconds, kept = self._least[probe]
-        return group.micro_batch_size * seconds, group.micro_batch_size * kept
+    def _may_fit(self, group: Workload, split: Split) -> bool:
+        return least_bytes(self.space.member(group, "1f1b", 1, *split), self.profile) <= self.usable
 
     def _weigh(self, group: Workload) -> None:
         """Put a group back by the mean work of a pipeline's ranks, which none of its pipelines can share better."""
         if _cell(group) in self.cells:
             return
         pipelines, splits = self.space.pipelines(group), self.space.splits(group)
-        fitting = [way for way in splits if self._least_bytes(self.space.member(group, "1f1b", 1, *way)) <= self.usable]
+        fitting = [split for split in splits if self._may_fit(group, split)]
         self.counts.too_large += len(pipelines) * (len(splits) - len(fitting))
         if not fitting:
             return
@@ -243,6 +204,9 @@ class BestFirst:
         work = self.space.member(group, *choice, *splits[0])
         self.counts.computed += 1
         self._push(least_step_seconds(work, self.profile, True, estimate), 2, (group, choice, splits))
+
+    def _push(self, bound: float, depth: int, arguments: tuple[Any, ...]) -> None:
+        heapq.heappush(self.heap, (bound * _ROUNDING, depth, (next(self.numbers),), arguments))
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int], splits: list[Split]) -> None:
         """Put a pipeline's layouts into the heap by the shortest way through it, ZeRO 3's together at first."""

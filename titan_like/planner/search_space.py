@@ -21,8 +21,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import FACTORS, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
-from titan_like.planner.predict import workload_of
-from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.planner.workload import Workload, pipeline_of, workload_of
 from titan_like.train.layout_rules import (
     check_context_parallel,
     check_expert_parallel,
@@ -255,6 +254,10 @@ class Space:
             self._stages[stages] = tuple(layers_per_stage(self.config, self.model, stages))
         return self._stages[stages]
 
+    def configured(self, work: Workload) -> JobConfig:
+        """The configuration in a layout."""
+        return edit(self.config, self.settings(work) | {"parallelism.auto": False})
+
     def settings(self, work: Workload) -> dict[str, Any]:
         """A layout as keys of the configuration."""
         values = {key: getattr(work, name) for key, name in SEARCHED.items()}
@@ -263,10 +266,6 @@ class Space:
         if work.recompute != "full" and _KEY["recompute_every"] in self.fixed:
             values[_KEY["recompute_every"]] = self.config.activation_checkpoint.every_n_layers
         return values
-
-    def configured(self, work: Workload) -> JobConfig:
-        """The configuration in a layout."""
-        return edit(self.config, self.settings(work) | {"parallelism.auto": False})
 
     def _choices(self, name: str, free: list[Any]) -> list[Any]:
         """The values to try for a setting: ``free``, or the one that it is fixed to."""

@@ -12,26 +12,155 @@ from typing import NamedTuple
 from titan_like.parallel.split import units_of_layers
 from titan_like.planner.trace import TraceKey, trace
 from titan_like.planner.trace.program import Parameter, Program, Segment
-from titan_like.planner.workload import BYTES, Kinds, Workload, element_bytes, pipeline_of, stored_dtype
+from titan_like.planner.workload import BYTES, Kinds, Workload, pipeline_of, stored_dtype
+
+Source = Callable[[TraceKey], Program]
+"""`trace`, or `estimate`."""
 
 
-class Unit(NamedTuple):
-    """Parameters of one process that data parallelism gathers and reduces together."""
+def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
+    """The stages of a pipeline rank by their number."""
+    owners = zip(stages_of(work), pipeline_of(work).ranks, strict=True)
+    return {number: stage for number, (stage, owner) in enumerate(owners) if owner == rank}
 
-    name: str  # its first module; "" is the root
-    sharers: str  # mesh dimension over which ZeRO shards them
-    parameters: tuple[Parameter, ...]  # that are trained
-    frozen: tuple[Parameter, ...] = ()
+
+def stages_of(work: Workload, source: Source = trace) -> tuple[StageProgram, ...]:
+    """All stages of a run's pipeline."""
+    return pipeline_program(work, source).stages
+
+
+def pipeline_program(work: Workload, source: Source = trace) -> PipelineProgram:
+    """The stages of a run's pipeline on their ranks."""
+    every, pipeline = 1 if work.recompute == "none" else work.recompute_every, pipeline_of(work)
+    return _pipeline_program(TraceKey.of(work), pipeline.stages, pipeline.ranks, every, source)
+
+
+@lru_cache(maxsize=65536)
+def _pipeline_program(
+    key: TraceKey, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int, source: Source
+) -> PipelineProgram:
+    alike = _kinds_of(stages, ranks, every)
+    return PipelineProgram(alike, [_stage_program(key, kind.place, every, source) for kind in alike.kinds])
+
+
+@lru_cache(maxsize=65536)
+def _kinds_of(stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int) -> PipelineKinds:
+    return PipelineKinds(stages, ranks, every)
+
+
+class PipelineKinds:
+    """Which stages of a pipeline, and which ranks, are equal."""
+
+    def __init__(self, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int) -> None:
+        """Arguments: kinds of the layers by stage, the stages' ranks, and which layers are recomputed."""
+        before = [layers % every for layers in accumulate(map(len, stages), initial=0)]
+        self.crosses = [rank != following for rank, following in pairwise(ranks)]  # which boundaries messages cross
+        first, last = [n == 0 for n in range(len(stages))], [n == len(stages) - 1 for n in range(len(stages))]
+        places = [StagePlace(*fields) for fields in zip(stages, before[:-1], first, last, strict=True)]
+        sends = [False, *self.crosses], [*self.crosses, False]
+        stage_kinds = [StageKind(*fields) for fields in zip(places, *sends, strict=True)]
+        self.kinds = list(dict.fromkeys(stage_kinds))
+        self.kind_of = [self.kinds.index(kind) for kind in stage_kinds]
+        of_rank: dict[int, list[int]] = {}
+        for stage, rank in enumerate(ranks):
+            of_rank.setdefault(rank, []).append(stage)
+        last_rank = {tuple(self.kind_of[stage] for stage in numbers): rank for rank, numbers in sorted(of_rank.items())}
+        self.rank_kinds = [RankKind(kinds, rank, of_rank[rank][0]) for kinds, rank in last_rank.items()]
+        self.ends_on_one_rank = ranks[0] == ranks[-1]
+
+
+class StageKind(NamedTuple):
+    """What pipeline stages that take equally long have in common."""
+
+    place: StagePlace
+    sends_back: bool  # to another rank
+    sends_on: bool
+
+
+class StagePlace(NamedTuple):
+    """What a stage's program depends on besides its trace."""
+
+    layers: Kinds
+    before: int  # layers of earlier stages, modulo n where every n-th layer is recomputed
+    is_first: bool
+    is_last: bool
+
+
+class RankKind(NamedTuple):
+    """Pipeline ranks with equal stages."""
+
+    kinds: tuple[int, ...]  # of their stages
+    last: int  # the last of these ranks
+    first_stage: int  # of that rank
+
+
+@lru_cache(maxsize=65536)
+def _stage_program(key: TraceKey, place: StagePlace, every: int, source: Source) -> StageProgram:
+    """A stage, where every n-th of the model's layers is recomputed."""
+    kinds, before, is_first, is_last = place
+    program = source(key)
+    plain = program if every == 1 else source(key._replace(recompute="none"))
+    layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
+    if key.offload and is_last:  # whose last layer keeps its tensors
+        last = len(kinds) - 1
+        recompute = "none" if (before + last) % every else key.recompute
+        on_device = source(key._replace(offload=False, recompute=recompute))
+        layers[last] = on_device.layers[kinds[last]]
+    element = BYTES[stored_dtype(key.dtype)]
+    sizes = [sum((*layer.elements.values(), *layer.frozen_elements.values())) for layer in program.layers]
+    head = program.head
+    return StageProgram(
+        segments=(*[program.entry] * is_first, program.inputs, *layers, *[head] * is_last),
+        first_layer=is_first + 1,
+        num_layers=len(layers),
+        ends=tuple(_ends(program, place)),
+        layers_per_unit=tuple(units_of_layers([element * sizes[kind] for kind in kinds])),
+        is_first=is_first,
+        is_last=is_last,
+        message=program.entry.output,
+        sharers=(head.parameters or head.frozen)[0].sharers,
+        groups=program.groups,
+    )
+
+
+def _ends(program: Program, place: StagePlace) -> Iterator[Unit]:
+    """Units of the parameters outside layers."""
+    segments = program.entry, program.inputs, program.head
+    parts = [segment.parameters for segment in segments], [segment.frozen for segment in segments]
+    trained, frozen = (_of_ends(place, *lists) for lists in parts)
+    for name, sharers in {parameter.unit: parameter.sharers for parameter in (*trained, *frozen)}.items():
+        yield Unit(name, sharers, *(tuple(p for p in part if p.unit == name) for part in (trained, frozen)))
+
+
+def _of_ends(
+    place: StagePlace, entry: list[Parameter], inputs: list[Parameter], head: list[Parameter]
+) -> list[Parameter]:
+    """The parameters that a stage has of these segments."""
+    shared = [parameter for parameter in inputs if {*parameter.kinds} & {*place.layers}]
+    return [*(entry if place.is_first else ()), *shared, *(head if place.is_last else ())]
+
+
+class PipelineProgram:
+    """The programs of a pipeline's stages. Runs with equal pipelines share the object."""
+
+    def __init__(self, alike: PipelineKinds, programs: list[StageProgram]) -> None:
+        """``programs`` has one program for each kind of stage."""
+        self.alike, self.programs = alike, programs
+        sizes = [program.elements for program in programs]
+        self.fullest = max((rank.kinds for rank in alike.rank_kinds), key=lambda kinds: sum(sizes[n] for n in kinds))
+        self.elements = Counter[str]()  # of the parameters of the rank with the most, as `elements_by_sharers`
+        for kind in self.fullest:
+            self.elements.update(programs[kind].elements_by_sharers)
+        self.copied = 0  # elements of parameters that both ends hold, on different ranks
+        if not alike.ends_on_one_rank:
+            ends = programs[alike.kind_of[0]], programs[alike.kind_of[-1]]
+            first, last = ({p.name: p.elements for unit in end.ends for p in unit.parameters} for end in ends)
+            self.copied = sum(first[name] for name in first.keys() & last.keys())
 
     @property
-    def elements(self) -> int:
-        """Number of elements of the trained parameters, before ZeRO shards them."""
-        return sum(parameter.elements for parameter in self.parameters)
-
-    @property
-    def frozen_elements(self) -> int:
-        """Number of elements of the frozen parameters, which only ZeRO 3 shards and gathers."""
-        return sum(parameter.elements for parameter in self.frozen)
+    def stages(self) -> tuple[StageProgram, ...]:
+        """The program of each stage."""
+        return tuple(self.programs[kind] for kind in self.alike.kind_of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,187 +214,28 @@ class StageProgram:
         return sum(self.elements_by_sharers.values())
 
 
-class StageKind(NamedTuple):
-    """What pipeline stages that take equally long have in common."""
+class Unit(NamedTuple):
+    """Parameters of one process that data parallelism gathers and reduces together."""
 
-    layers: Kinds
-    before: int  # layers of earlier stages, modulo n where every n-th layer is recomputed
-    is_first: bool
-    is_last: bool
-    sends_back: bool  # to another rank
-    sends_on: bool
-
-
-class RankKind(NamedTuple):
-    """Pipeline ranks with equal stages."""
-
-    kinds: tuple[int, ...]  # of their stages
-    last: int  # the last of these ranks
-    first_stage: int  # of that rank
-
-
-class PipelineKinds:
-    """Which stages of a pipeline, and which ranks, are equal."""
-
-    def __init__(self, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int) -> None:
-        """Arguments: kinds of the layers by stage, the stages' ranks, and which layers are recomputed."""
-        before = [layers % every for layers in accumulate(map(len, stages), initial=0)]
-        self.crosses = [rank != following for rank, following in pairwise(ranks)]  # which boundaries messages cross
-        first, last = [n == 0 for n in range(len(stages))], [n == len(stages) - 1 for n in range(len(stages))]
-        sends = [False, *self.crosses], [*self.crosses, False]
-        stage_kinds = [StageKind(*fields) for fields in zip(stages, before[:-1], first, last, *sends, strict=True)]
-        self.kinds = list(dict.fromkeys(stage_kinds))
-        self.kind_of = [self.kinds.index(kind) for kind in stage_kinds]
-        of_rank: dict[int, list[int]] = {}
-        for stage, rank in enumerate(ranks):
-            of_rank.setdefault(rank, []).append(stage)
-        last_rank = {tuple(self.kind_of[stage] for stage in numbers): rank for rank, numbers in sorted(of_rank.items())}
-        self.rank_kinds = [RankKind(kinds, rank, of_rank[rank][0]) for kinds, rank in last_rank.items()]
-        self.ends_on_one_rank = ranks[0] == ranks[-1]
-
-
-class PipelineProgram:
-    """The programs of a pipeline's stages. Runs with equal pipelines share the object."""
-
-    def __init__(self, alike: PipelineKinds, programs: list[StageProgram]) -> None:
-        """``programs`` has one program for each kind of stage."""
-        self.alike, self.programs = alike, programs
-        sizes = [program.elements for program in programs]
-        self.fullest = max((rank.kinds for rank in alike.rank_kinds), key=lambda kinds: sum(sizes[n] for n in kinds))
-        self.elements = Counter[str]()  # of the parameters of the rank with the most, as `elements_by_sharers`
-        for kind in self.fullest:
-            self.elements.update(programs[kind].elements_by_sharers)
-        self.copied = 0  # elements of parameters that both ends hold, on different ranks
-        if not alike.ends_on_one_rank:
-            ends = programs[alike.kind_of[0]], programs[alike.kind_of[-1]]
-            first, last = ({p.name: p.elements for unit in end.ends for p in unit.parameters} for end in ends)
-            self.copied = sum(first[name] for name in first.keys() & last.keys())
+    name: str  # its first module; "" is the root
+    sharers: str  # mesh dimension over which ZeRO shards them
+    parameters: tuple[Parameter, ...]  # that are trained
+    frozen: tuple[Parameter, ...] = ()
 
     @property
-    def stages(self) -> tuple[StageProgram, ...]:
-        """The program of each stage."""
-        return tuple(self.programs[kind] for kind in self.alike.kind_of)
+    def elements(self) -> int:
+        """Number of elements of the trained parameters, before ZeRO shards them."""
+        return sum(parameter.elements for parameter in self.parameters)
 
+    @property
+    def frozen_elements(self) -> int:
+        """Number of elements of the frozen parameters, which only ZeRO 3 shards and gathers."""
+        return sum(parameter.elements for parameter in self.frozen)
 
-class Sharding(NamedTuple):
-    """How data parallelism keeps parameters, gradients and optimizer state."""
-
-    zero_stage: int  # 0 if no other process has the same weights
-    holders: dict[str, int]  # by mesh dimension over which ZeRO would shard: processes with the same weights
-    shards: dict[str, int]  # how many of these processes it shards over
-    replicate: int
-    wrapped: bool  # FSDP2, or its `replicate`, gathers or casts weights before use
-    copied: bool  # the model computes with `ComputeCopies`
-    compute: int  # bytes of an element in the forward and backward pass
-    reduce: int  # in sums of gradients over processes
-    master: int  # of master weights, and of sums over microbatches
-
-
-def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Sharding:
-    """A run's sharding. ``reduce_bytes``: of an element in `training.reduce_dtype`."""
-    sizes = {name: size for name, (size, _) in shard_groups(work).items()}
-    holders = {name: work.replicate * size for name, size in sizes.items()}
-    shared = max(holders.values() if work.shares_experts else [holders["dp_shard"]]) > 1
-    compute, zero = element_bytes(work.dtype), work.zero_stage if shared else 0
-    master = max(compute, BYTES["float32"])
-    in_half = compute < master
-    shards = sizes if zero else dict.fromkeys(sizes, 1)
-    wrapped = shared and (in_half or zero > 0)
-    reduce = reduce_bytes if in_half else master
-    return Sharding(zero, holders, shards, work.replicate, wrapped, in_half and not shared, compute, reduce, master)
-
-
-def shard_groups(work: Workload) -> dict[str, tuple[int, int]]:
-    """Mesh dimension over which ZeRO shards → number of processes in it, and the stride of their ranks."""
-    inside = work.expert * work.expert_tensor
-    return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, inside)}
-
-
-def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
-    """Rows of a parameter on one of ``shards`` processes, as `torch.chunk` divides them."""
-    largest = -(-rows // shards)
-    return max(0, min(largest, rows - rank * largest))
-
-
-Source = Callable[[TraceKey], Program]
-"""`trace`, or `estimate`."""
-
-
-def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
-    """The stages of a pipeline rank by their number."""
-    owners = zip(stages_of(work), pipeline_of(work).ranks, strict=True)
-    return {number: stage for number, (stage, owner) in enumerate(owners) if owner == rank}
-
-
-def stages_of(work: Workload, source: Source = trace) -> tuple[StageProgram, ...]:
-    """All stages of a run's pipeline."""
-    return pipeline_program(work, source).stages
-
-
-def pipeline_program(work: Workload, source: Source = trace) -> PipelineProgram:
-    """The stages of a run's pipeline on their ranks."""
-    every, pipeline = 1 if work.recompute == "none" else work.recompute_every, pipeline_of(work)
-    return _pipeline_program(TraceKey.of(work), pipeline.stages, pipeline.ranks, every, source)
-
-
-@lru_cache(maxsize=65536)
-def _pipeline_program(
-    key: TraceKey, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int, source: Source
-) -> PipelineProgram:
-    alike = _pipeline_kinds(stages, ranks, every)
-    return PipelineProgram(alike, [_stage_program(key, *kind[:4], every, source) for kind in alike.kinds])
-
-
-_pipeline_kinds = lru_cache(maxsize=65536)(PipelineKinds)
-
-
-@lru_cache(maxsize=65536)
-def _stage_program(
-    key: TraceKey,
-    kinds: Kinds,
-    before: int,
-    is_first: bool,
-    is_last: bool,
-    every: int,
-    source: Source,
-) -> StageProgram:
-    """A stage with layers of these kinds, of which every n-th of the model is recomputed.
-
-    ``before``: layers of earlier stages, modulo n.
-    """
-    program = source(key)
-    plain = program if every == 1 else source(key._replace(recompute="none"))
-    layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
-    if key.offload and is_last:  # whose last layer keeps its tensors
-        last = len(kinds) - 1
-        recompute = "none" if (before + last) % every else key.recompute
-        on_device = source(key._replace(offload=False, recompute=recompute))
-        layers[last] = on_device.layers[kinds[last]]
-    segments = [*[program.entry] * is_first, program.inputs, *layers, *[program.head] * is_last]
-    element = BYTES[stored_dtype(key.dtype)]
-    sizes = [sum((*layer.elements.values(), *layer.frozen_elements.values())) for layer in program.layers]
-    groups = units_of_layers([element * sizes[kind] for kind in kinds])
-    ends = tuple(_ends(program, kinds, is_first, is_last))
-    layout = is_first + 1, len(layers), ends, tuple(groups), is_first, is_last
-    head = program.head
-    communication = program.entry.output, (head.parameters or head.frozen)[0].sharers, program.groups
-    return StageProgram(tuple(segments), *layout, *communication)
-
-
-def _ends(program: Program, kinds: Kinds, is_first: bool, is_last: bool) -> Iterator[Unit]:
-    segments = program.entry, program.inputs, program.head
-    lists = [
-        _of_ends(parts, kinds, is_first, is_last)
-        for parts in zip(*((s.parameters, s.frozen) for s in segments), strict=True)
-    ]
-    for name, sharers in {parameter.unit: parameter.sharers for parameter in (*lists[0], *lists[1])}.items():
-        yield Unit(name, sharers, *(tuple(p for p in parameters if p.unit == name) for parameters in lists))
-
-
-def _of_ends(parts: tuple[list[Parameter], ...], kinds: Kinds, is_first: bool, is_last: bool) -> list[Parameter]:
-    entry, inputs, head = parts
-    shared = [parameter for parameter in inputs if {*parameter.kinds} & {*kinds}]
-    return [*entry * is_first, *shared, *head * is_last]
+    @property
+    def matrices(self) -> Unit:
+        """The unit with only those trained parameters whose gradients a split backward pass defers."""
+        return self._replace(parameters=tuple([parameter for parameter in self.parameters if parameter.deferred]))
 
 
 def _layer_units(layers: Sequence[Segment], counts: Sequence[int], dense: str) -> Iterator[Unit]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import NamedTuple
 
 from titan_like.metrics.step_timeline import Phase, StepTimeline, simulated
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.cost import Kernels, Times, segment_times
+from titan_like.planner.data_parallel import gathers_every_pass, reduces_every_pass, shard_groups
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import PipelineProgram, Source, StageProgram, pipeline_program, shard_groups
+from titan_like.planner.stages import PipelineProgram, Source, StageKind, StageProgram, pipeline_program
 from titan_like.planner.trace import trace
 from titan_like.planner.update_time import update_time
 from titan_like.planner.walk import span_of
@@ -49,6 +49,14 @@ class StagePasses(NamedTuple):
     host: float  # to launch both passes
 
 
+class Delays(NamedTuple):
+    """Seconds of a microbatch in one stage besides its operators."""
+
+    message: float  # that the rank waits for each message that it sends
+    overhead: float  # everything else
+    summed: float  # to add one element of a gradient to earlier ones
+
+
 class Steps(NamedTuple):
     """A step's passes and what follows them."""
 
@@ -74,18 +82,7 @@ class Steps(NamedTuple):
 def step_time(work: Workload, profile: Profile) -> StepTime:
     """Predict a step by following every pass."""
     steps = steps_of(work, profile)
-    return _added_up(work, profile, steps, _span(work, steps))
-
-
-def least_step_seconds(work: Workload, profile: Profile, passes_alone: bool = False, source: Source = trace) -> float:
-    """A lower bound on the total of `step_time`, which takes a fraction of its time.
-
-    ``passes_alone``: without what follows the passes. ``source`` as in `stages_of`.
-    """
-    steps = steps_of(work, profile, source)
-    if passes_alone:
-        steps = steps._replace(data=0.0, update=0.0, link=0.0)
-    return _added_up(work, profile, steps, _least_span(work, steps)).total
+    return added_up(work, profile, steps, _span(work, steps))
 
 
 def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, float]:
@@ -110,8 +107,7 @@ def timeline(work: Workload, profile: Profile) -> StepTimeline:
     def duration(action: Action) -> float:
         return getattr(passes[action.stage], action.kind)
 
-    shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
-    step = simulated(*shape, duration, steps.transfer)
+    step = simulated(*work.pipeline_schedule, duration, steps.transfer)
     end = step.seconds
     for name, seconds in (
         ("gradient reduction", steps.data),
@@ -129,13 +125,13 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     alike = pipeline.alike
     num_stages = len(alike.kind_of)
     message = message_time(work, profile, pipeline.programs[0].message) if p > 1 else 0.0
-    waits, overhead = message * profile.message_exposed, microbatch_overhead(profile, num_stages // p) * p / num_stages
+    # The host waits for the messages of each further stage on the rank, as far as computation does not hide them.
+    of_rank = profile.microbatch_time * (1 + (num_stages // p - 1) * profile.message_exposed)
     # Gradients are added to the sums of earlier microbatches.
     summed = work.accumulates * profile.accumulation_bytes / profile.memory_rate
-    kinds = [
-        _stage_passes(work, profile, waits, overhead, summed, program, kind.sends_back, kind.sends_on)
-        for program, kind in zip(pipeline.programs, alike.kinds, strict=True)
-    ]
+    delays = Delays(message * profile.message_exposed, of_rank * p / num_stages, summed)
+    programs = zip(pipeline.programs, alike.kinds, strict=True)
+    kinds = [_stage_passes(work, profile, delays, program, kind) for program, kind in programs]
     busy = [(sum([kinds[n].F + kinds[n].B for n in rank.kinds]), rank.kinds) for rank in alike.rank_kinds]
     backward = sum([kinds[n].B - kinds[n].messages - kinds[n].gathered for n in pipeline.fullest])
     forward = sum([kinds[n].F for n in pipeline.fullest])
@@ -148,36 +144,137 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     return Steps(pipeline, kinds, max(busy)[1], transfer, data, update, link)
 
 
+def message_time(work: Workload, profile: Profile, nbytes: int) -> float:
+    """Seconds to send one microbatch's hidden states, of ``nbytes`` on a process, to the next stage.
+
+    Other stacks let each tensor-parallel rank send a part of them, and all-gather the parts.
+    """
+    stride = work.tensor * work.context * work.data_parallel
+    if work.tensor > 1 and profile.message_shards and not work.sequence_parallel:
+        seconds = profile.links.message(nbytes / work.tensor, stride, work.pipeline)
+        return seconds + profile.links.all_gather(nbytes, work.tensor, 1)
+    return profile.links.message(nbytes, stride, work.pipeline)
+
+
+def _stage_passes(
+    work: Workload, profile: Profile, delays: Delays, stage: StageProgram, kind: StageKind
+) -> StagePasses:
+    """The passes of a stage. A third of the microbatch's overhead belongs to the forward pass."""
+    forward, backward, weights, first, deferred = _computed(work, profile, stage)
+    added = delays.summed * stage.elements
+    first += delays.overhead / 3
+    second = host_and_device(backward.host, backward.device + added, profile) + deferred + 2 * delays.overhead / 3
+    sent = delays.message if kind.sends_on else 0.0
+    returned = delays.message if kind.sends_back else 0.0
+    gathered = scattered = 0.0
+    if gathers_every_pass(work.zero_stage):
+        gather, scatter = _gather_and_scatter(work, profile, stage)
+        gathered = exposed(gather, profile.overlap * first, profile)
+        scattered = exposed(gather + scatter, profile.overlap * second, profile)
+    return StagePasses(
+        first + sent + gathered,
+        second + returned + scattered,
+        second - deferred + returned + scattered,
+        deferred,
+        compute=forward.compute + backward.compute + weights.compute + added,
+        recompute=backward.recomputed,
+        tensor=forward.exposed + backward.exposed,
+        messages=sent + returned,
+        gathered=gathered + scattered,
+        host=forward.host + backward.host + weights.host,
+    )
+
+
+def _computed(work: Workload, profile: Profile, stage: StageProgram) -> tuple[Times, Times, Times, float, float]:
+    """A stage's passes without messages, and the seconds of the first and the last of them. The profile keeps them.
+
+    DTensors, where tensor parallelism splits parameters, cost the host time in eager layers.
+    """
+    cache, key = profile.seconds, (stage, work.dtype, work.compiled, work.tensor > 1)
+    if key not in cache:
+        kernels, totals = Kernels.of(work), [Times(), Times(), Times()]
+        for segment, is_layer, count in stage.counts:
+            times = segment_times(segment, is_layer, stage.groups, kernels, profile)
+            totals = [total.plus(added, count) for total, added in zip(totals, times, strict=True)]
+        if work.tensor > 1 and not work.compiled:
+            host_times = profile.tensor_host_forward, profile.tensor_host_backward
+            for index, host in enumerate(host_times):
+                totals[index] = totals[index].plus(Times(host=host), stage.num_layers)
+        forward, _, weights = totals
+        cache[key] = *totals, *[host_and_device(times.host, times.device, profile) for times in (forward, weights)]
+    return cache[key]
+
+
+def host_and_device(host: float, device: float, profile: Profile) -> float:
+    """Seconds of a pass whose operators the host launches while the device works off its queue.
+
+    The result is at least the slower of the two. It is longer if they are close, because some stretches are bound by
+    the host (forward and repeated passes of small operators) and others by the device (backward passes of large ones).
+    A norm of high degree is a smooth maximum of the two. On a CPU, or if the host must wait for each operator, it is
+    the sum.
+    """
+    if profile.device.is_cpu or profile.blocking_launches:
+        return host + device
+    return (host**profile.launch_norm + device**profile.launch_norm) ** (1 / profile.launch_norm)
+
+
+def _gather_and_scatter(work: Workload, profile: Profile, stage: StageProgram) -> tuple[float, float]:
+    """Seconds to gather a stage's parameters once, layer by layer, and to reduce-scatter their gradients."""
+    parts, gather, scatter = max(1, stage.num_layers * profile.gathers_per_layer), 0.0, 0.0
+    groups = shard_groups(work)
+    for sharers, elements in stage.elements_by_sharers.items():
+        size, stride = groups[sharers]
+        frozen = sum(unit.frozen_elements for unit in stage.units if unit.sharers == sharers)
+        part_elements = (elements + frozen) / parts
+        gather += parts * profile.links.all_gather(part_elements * profile.parameter_bytes, size, stride)
+        scatter += parts * profile.links.all_gather(elements / parts * profile.gradient_bytes, size, stride)
+    return gather, scatter
+
+
+def exposed(communication: float, hides: float, profile: Profile) -> float:
+    """Seconds that communication adds to a step if ``hides`` seconds of computation can run at the same time.
+
+    The hidden part is not free, because its kernels take multiprocessors and memory bandwidth from the computation.
+    """
+    return communication - (1 - profile.contention) * min(communication, hides)
+
+
+def _after_backward(
+    work: Workload, profile: Profile, elements: Mapping[str, int], forward: float, backward: float
+) -> float:
+    """Seconds of the data-parallel sums that the last backward pass of a rank with these parameters does not hide."""
+    links, zero, replicas = profile.links, work.zero_stage, work.replicate
+    time = reduced = gathered = 0.0
+    groups = shard_groups(work)
+    for sharers, number in elements.items():  # ranks that share a sequence share shards too
+        shards, stride = groups[sharers]
+        gradients, size = number * profile.gradient_bytes, replicas * shards
+        if gathers_every_pass(zero):
+            time += links.all_reduce(gradients / shards, replicas, stride * shards) if replicas > 1 else 0.0
+        elif size > 1:
+            one_way = links.all_gather(gradients, size, stride)
+            reduced += one_way
+            gathered += links.all_gather(number * profile.parameter_bytes, size, stride) if zero else one_way
+    if not reduced:
+        return time
+    hides = profile.overlap if work.pipeline == 1 or profile.overlap_in_pipeline else 0.0
+    hidden = hides * backward
+    if reduces_every_pass(zero):
+        reduced, hidden = reduced * work.microbatches, hidden * work.microbatches
+    if zero and profile.gather_hidden:
+        return exposed(gathered, profile.overlap * forward, profile) + exposed(reduced, hidden, profile)
+    return exposed(reduced + gathered, hidden, profile)
+
+
 def _span(work: Workload, steps: Steps) -> float:
     """Seconds from the first pass to the last, over the trainer's own schedule table."""
     if work.pipeline == 1:
         return work.microbatches * sum(stage.F + stage.B for stage in steps.on_busiest)
     durations = [seconds for stage in steps.stages for seconds in stage[:4]]
-    shape = work.schedule, work.pipeline, work.virtual_stages, work.microbatches
-    return span_of(*shape, durations, steps.transfer)
+    return span_of(work.pipeline_schedule, durations, steps.transfer)
 
 
-def _least_span(work: Workload, steps: Steps) -> float:
-    """A lower bound on `_span`, whatever the schedule is.
-
-    A rank starts when the first microbatch has come to its first stage, computes all passes of its stages, and after
-    the last one that other ranks need, a microbatch goes back to the first stage. Exact for equal stages under 1F1B and
-    GPipe, and for interleaved stages. Of ranks with equal stages, the last one waits longest.
-    """
-    alike, kinds, m = steps.pipeline.alike, steps.kinds, work.microbatches
-    sent = [steps.transfer * crosses for crosses in alike.crosses]
-    # Until a microbatch arrives, and from its backward pass until the end.
-    arrival = [0.0, *accumulate([kinds[kind].F + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
-    back = [0.0, *accumulate([kinds[kind].I + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
-    longest = 0.0
-    for stage_kinds, _, first in alike.rank_kinds:
-        busy = sum([kinds[kind].F + kinds[kind].B for kind in stage_kinds])
-        needed = sum([kinds[kind].F + kinds[kind].I for kind in stage_kinds])
-        longest = max(longest, arrival[first] + max(m * busy, m * needed + back[first]))
-    return longest
-
-
-def _added_up(work: Workload, profile: Profile, steps: Steps, span: float) -> StepTime:
+def added_up(work: Workload, profile: Profile, steps: Steps, span: float) -> StepTime:
     """The busiest rank's work by what takes its time. Where ranks share cores, their mean work counts."""
     waits = waiting_share(work, profile)
     stages = steps.stages if waits < 1 else steps.on_busiest
@@ -204,151 +301,3 @@ def waiting_share(work: Workload, profile: Profile) -> float:
     if p == 1 or not 0 < cores < n:
         return 1.0
     return 2 / (n * (p - 1)) * sum(max(0.0, cores - i * n / p) for i in range(1, p))
-
-
-def message_time(work: Workload, profile: Profile, nbytes: int) -> float:
-    """Seconds to send one microbatch's hidden states, of ``nbytes`` on a process, to the next stage.
-
-    Other stacks let each tensor-parallel rank send a part of them, and all-gather the parts.
-    """
-    stride = work.tensor * work.context * work.data_parallel
-    if work.tensor > 1 and profile.message_shards and not work.sequence_parallel:
-        seconds = profile.links.message(nbytes / work.tensor, stride, work.pipeline)
-        return seconds + profile.links.all_gather(nbytes, work.tensor, 1)
-    return profile.links.message(nbytes, stride, work.pipeline)
-
-
-def host_and_device(host: float, device: float, profile: Profile) -> float:
-    """Seconds of a pass whose operators the host launches while the device works off its queue.
-
-    The result is at least the slower of the two. It is longer if they are close, because some stretches are bound by
-    the host (forward and repeated passes of small operators) and others by the device (backward passes of large ones).
-    A norm of high degree is a smooth maximum of the two. On a CPU, or if the host must wait for each operator, it is
-    the sum.
-    """
-    if profile.device.is_cpu or profile.blocking_launches:
-        return host + device
-    return (host**profile.launch_norm + device**profile.launch_norm) ** (1 / profile.launch_norm)
-
-
-def _stage_passes(
-    work: Workload,
-    profile: Profile,
-    message: float,
-    overhead: float,
-    summed: float,
-    stage: StageProgram,
-    sends_back: bool,
-    sends_on: bool,
-) -> StagePasses:
-    """The passes of a stage.
-
-    ``message``: seconds that it waits for each message that it sends. ``overhead``: what a microbatch costs on top of
-    its passes, a third of which belongs to the forward pass. ``summed``: seconds to add a gradient.
-    """
-    key = stage, work.dtype, work.compiled, work.tensor > 1
-    if key not in profile.seconds:
-        forward, backward, weights = _stage_times(stage, Kernels.of(work), work.tensor > 1, profile)
-        seconds = [host_and_device(times.host, times.device, profile) for times in (forward, weights)]
-        profile.seconds[key] = forward, backward, weights, *seconds
-    forward, backward, weights, first, deferred = profile.seconds[key]
-    added = summed * stage.elements
-    first += overhead / 3
-    second = host_and_device(backward.host, backward.device + added, profile) + deferred + 2 * overhead / 3
-    sent, returned = sends_on * message, sends_back * message
-    gathered = scattered = 0.0
-    if work.zero_stage == 3:
-        gather, scatter = _gather_and_scatter(work, profile, stage)
-        gathered = exposed(gather, profile.overlap * first, profile)
-        scattered = exposed(gather + scatter, profile.overlap * second, profile)
-    return StagePasses(
-        first + sent + gathered,
-        second + returned + scattered,
-        second - deferred + returned + scattered,
-        deferred,
-        compute=forward.compute + backward.compute + weights.compute + added,
-        recompute=backward.recomputed,
-        tensor=forward.exposed + backward.exposed,
-        messages=sent + returned,
-        gathered=gathered + scattered,
-        host=forward.host + backward.host + weights.host,
-    )
-
-
-def _stage_times(stage: StageProgram, kernels: Kernels, is_split: bool, profile: Profile) -> tuple[Times, Times, Times]:
-    """A stage's passes. DTensors, where tensor parallelism splits parameters, cost the host time in eager layers."""
-    totals = [Times(), Times(), Times()]
-    for segment, is_layer, count in stage.counts:
-        times = segment_times(segment, is_layer, stage.groups, kernels, profile)
-        totals = [total.plus(added, count) for total, added in zip(totals, times, strict=True)]
-    if is_split and not kernels.compiled:
-        host_times = profile.tensor_host_forward, profile.tensor_host_backward
-        for index, host in enumerate(host_times):
-            totals[index] = totals[index].plus(Times(host=host), stage.num_layers)
-    return totals[0], totals[1], totals[2]
-
-
-def microbatch_overhead(profile: Profile, stages: int) -> float:
-    """Seconds that a microbatch costs a rank with this many stages on top of its passes.
-
-    The host waits for the messages of each further stage on the rank, as far as they do not overlap with computation.
-    """
-    return profile.microbatch_time * (1 + (stages - 1) * profile.message_exposed)
-
-
-# --- Data parallelism -------------------------------------------------------------------------------------------------
-
-
-def exposed(communication: float, hides: float, profile: Profile) -> float:
-    """Seconds that communication adds to a step if ``hides`` seconds of computation can run at the same time.
-
-    The hidden part is not free, because its kernels take multiprocessors and memory bandwidth from the computation.
-    """
-    return communication - (1 - profile.contention) * min(communication, hides)
-
-
-def _gather_and_scatter(work: Workload, profile: Profile, stage: StageProgram) -> tuple[float, float]:
-    """Seconds to gather a stage's parameters once, and to reduce-scatter their gradients, for one microbatch.
-
-    Layers are gathered one by one, in the forward pass and again in the backward pass (arXiv 1910.02054, 2304.11277).
-    """
-    parts, gather, scatter = max(1, stage.num_layers * profile.gathers_per_layer), 0.0, 0.0
-    groups = shard_groups(work)
-    for sharers, elements in stage.elements_by_sharers.items():
-        size, stride = groups[sharers]
-        frozen = sum(unit.frozen_elements for unit in stage.units if unit.sharers == sharers)
-        part_elements = (elements + frozen) / parts
-        gather += parts * profile.links.all_gather(part_elements * profile.parameter_bytes, size, stride)
-        scatter += parts * profile.links.all_gather(elements / parts * profile.gradient_bytes, size, stride)
-    return gather, scatter
-
-
-def _after_backward(
-    work: Workload,
-    profile: Profile,
-    elements: Mapping[str, int],
-    forward: float,
-    backward: float,
-) -> float:
-    """Seconds of the data-parallel sums that the last backward pass of a rank with these parameters does not hide."""
-    links, zero, replicas = profile.links, work.zero_stage, work.replicate
-    time = reduced = gathered = 0.0
-    groups = shard_groups(work)
-    for sharers, number in elements.items():  # ranks that share a sequence share shards too
-        shards, stride = groups[sharers]
-        gradients, size = number * profile.gradient_bytes, replicas * shards
-        if zero == 3:
-            time += links.all_reduce(gradients / shards, replicas, stride * shards) if replicas > 1 else 0.0
-        elif size > 1:
-            one_way = links.all_gather(gradients, size, stride)
-            reduced += one_way
-            gathered += links.all_gather(number * profile.parameter_bytes, size, stride) if zero else one_way
-    if not reduced:
-        return time
-    hides = profile.overlap if work.pipeline == 1 or profile.overlap_in_pipeline else 0.0
-    hidden = hides * backward
-    if zero == 2:  # gradients are reduced and scattered after every microbatch
-        reduced, hidden = reduced * work.microbatches, hidden * work.microbatches
-    if zero and profile.gather_hidden:
-        return exposed(gathered, profile.overlap * forward, profile) + exposed(reduced, hidden, profile)
-    return exposed(reduced + gathered, hidden, profile)

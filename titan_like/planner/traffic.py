@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_like.parallel.layout import Layout
-from titan_like.planner.occupancy import splits_backward, steps_as_run
-from titan_like.planner.stages import Sharding, StageProgram, Unit, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.data_parallel import Sharding, communication, shard_rows, sharding_of
+from titan_like.planner.stages import StageProgram, Unit, stages_of_rank
 from titan_like.planner.trace.program import Parameter
+from titan_like.planner.walk import steps_as_run
 from titan_like.planner.workload import Workload
 
 
@@ -47,9 +47,7 @@ def step_traffic(work: Workload, coordinates: Coordinates, reduce_bytes: int = 4
     ``reduce_bytes``: of an element in `training.reduce_dtype`.
     """
     stages, sharding = stages_of_rank(work, coordinates.pipeline), sharding_of(work, reduce_bytes)
-    layout = Layout(work.pipeline, schedule=work.schedule, virtual_stages=work.virtual_stages)
-    splits = splits_backward(work.schedule, work.pipeline, work.compiled)
-    steps = steps_as_run(layout, coordinates.pipeline, work.microbatches, splits)
+    steps = steps_as_run(work.pipeline_schedule, coordinates.pipeline, work.splits_backward)
     calls: Counter[Message] = Counter()
     sizes: Counter[Message] = Counter()
 
@@ -69,16 +67,61 @@ def step_traffic(work: Workload, coordinates: Coordinates, reduce_bytes: int = 4
             for pass_, times in ((segment.forward, forwards), (segment.backward, backwards)):
                 for (kind, group, _), (count, size) in pass_.collectives.items():
                     add(group, kind, "activations", count * times, size * times)
-        for group, kind, size in _data_parallel(stage, kinds, sharding):
+        calls_of_stage = _of_fsdp(stage, kinds, sharding) if sharding.rules.wrapped else _plain_sums(stage, sharding)
+        for group, kind, size in calls_of_stage:
             add(group, kind, "parameters" if kind == "all_gather" else "gradients", 1, size)
     parameters = [parameter for stage in stages.values() for unit in stage.units for parameter in unit.parameters]
-    local = {p.name: sharding.master * _local_elements(p, sharding, coordinates) for p in parameters}
-    partial = sum(sharding.master * _local_elements(p, sharding, coordinates) for p in parameters if p.partial)
+    local = {p.name: sharding.rules.master * _local_elements(p, sharding, coordinates) for p in parameters}
+    partial = sum(local[p.name] for p in parameters if p.partial)
     add("tp", "all_reduce", "partial gradients", min(partial, 1), partial)
     for name, holders in _copies(work, local).items():
         for kind in ("send", "receive"):
             add("pp", kind, "gradients of shared tables", holders - 1, local[name] * (holders - 1))
     return {message: Amount(calls[message], sizes[message]) for message in calls}
+
+
+_Call = tuple[str, str, int]  # group, kind, bytes
+_WITH_REPLICAS = {"dp_shard": "dp", "expert_shard": "expert_dp"}  # groups over several dimensions of the mesh
+
+
+def _of_fsdp(stage: StageProgram, kinds: Sequence[str], sharding: Sharding) -> Iterator[_Call]:
+    """All-gathers of parameters and sums of gradients, with parameters padded to equal shards."""
+    rules = sharding.rules
+    for gathered, reduced, sums_replicas in communication(stage, kinds, sharding):
+        for unit in gathered:
+            if sharding.shards[unit.sharers] > 1:
+                parameters = (*unit.parameters, *unit.frozen) if rules.gathers_every_pass else unit.parameters
+                yield unit.sharers, "all_gather", rules.compute * _padded(parameters, sharding.shards[unit.sharers])
+        for unit in reduced:
+            shards = sharding.shards[unit.sharers]
+            nbytes = rules.reduce * _padded(unit.parameters, shards)
+            if not unit.parameters:
+                continue
+            if not rules.zero_stage:
+                yield _with_replicas(unit.sharers, sharding), "all_reduce", nbytes
+                continue
+            if shards > 1:
+                yield unit.sharers, "reduce_scatter", nbytes
+            if sums_replicas and sharding.replicate > 1:
+                yield "dp_replicate", "all_reduce", nbytes // shards
+
+
+def _padded(parameters: Iterable[Parameter], shards: int) -> int:
+    """Elements of parameters, padded to equal shards."""
+    return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in parameters)
+
+
+def _plain_sums(stage: StageProgram, sharding: Sharding) -> Iterator[_Call]:
+    """One all-reduce for each unit of layers, and one for all other parameters."""
+    units = [unit for unit in stage.units if unit.parameters and sharding.holders[unit.sharers] > 1]
+    layers = [unit for unit in units if unit.name == "layers"]
+    rest = [parameter for unit in units if unit.name != "layers" for parameter in unit.parameters]
+    for unit in [*layers, Unit("", rest[0].sharers, tuple(rest))] if rest else layers:
+        yield _with_replicas(unit.sharers, sharding), "all_reduce", sharding.rules.master * unit.elements
+
+
+def _with_replicas(group: str, sharding: Sharding) -> str:
+    return group if sharding.replicate == 1 else _WITH_REPLICAS[group]
 
 
 def _local_elements(parameter: Parameter, sharding: Sharding, coordinates: Coordinates) -> int:
@@ -96,96 +139,3 @@ def _copies(work: Workload, local: dict[str, int]) -> dict[str, int]:
         stages = stages_of_rank(work, rank).values()
         held.update({p.name for stage in stages for unit in stage.units for p in unit.parameters} & outside)
     return {name: count for name, count in held.items() if count > 1}
-
-
-_Call = tuple[str, str, int]  # group, kind, bytes
-_WITH_REPLICAS = {"dp_shard": "dp", "expert_shard": "expert_dp"}  # groups over several dimensions of the mesh
-
-
-def _data_parallel(stage: StageProgram, passes: Sequence[str], sharding: Sharding) -> Iterator[_Call]:
-    """All-gathers of parameters and sums of gradients.
-
-    FSDP2 gathers a unit when a pass needs it and it is not gathered yet. ZeRO 3 frees all units but the root after each
-    pass, and the root after backward passes. Reductions sum the gradients that exist: after several first parts of
-    split backward passes, the first second part also has theirs, and the later ones have matrices alone.
-    """
-    gathers = [unit for unit in stage.units if sharding.holders[unit.sharers] > 1]
-    gathers = [unit for unit in gathers if unit.parameters or sharding.zero_stage == 3]
-    units = [unit for unit in gathers if unit.parameters]
-    if not sharding.wrapped:
-        yield from _plain_sums(units, sharding)
-        return
-    last = max(i for i, kind in enumerate(passes) if kind in "BW")
-    zero, gathered, only_matrices = sharding.zero_stage, set[int](), False
-    for position, kind in enumerate(passes):
-        if kind in "FBI" and zero > 0:
-            for number, unit in enumerate(gathers):
-                size = sharding.compute * _padded(unit, sharding, sharding.zero_stage == 3)
-                is_needed = kind == "F" or unit.parameters or unit.name in ("", "layers")  # unlike a frozen table
-                if number not in gathered and is_needed:
-                    yield from _call(unit.sharers, "all_gather", size, sharding)
-                if zero < 3 or (kind == "F" and not unit.name):
-                    gathered.add(number)
-                else:
-                    gathered.discard(number)
-        only_matrices = only_matrices and kind not in "BI"
-        if kind in "BW" and (zero >= 2 or position == last):
-            reduced = [_matrices(unit) for unit in units] if only_matrices else units
-            yield from _reductions(reduced, sharding, position == last)
-            if 0 < zero < 3 and position == last and len(gathers) > 1 and gathers[-1].name and _follows_another(passes):
-                # Without a root, FSDP2 gathers once more what the forward pass of the microbatch before ended with.
-                size = sharding.compute * _padded(gathers[-1], sharding)
-                yield from _call(gathers[-1].sharers, "all_gather", size, sharding)
-            only_matrices = sharding.replicate == 1  # with replicas, `DataParallel` adds zeros for missing gradients
-
-
-def _follows_another(passes: Sequence[str]) -> bool:
-    """Whether a forward pass precedes the one that FSDP2, which takes back the newest first, takes back last."""
-    forward, number, taken = list[int](), 0, 0
-    for kind in passes:
-        if kind == "F":
-            forward.append(number)
-            number += 1
-        elif kind in "BI":
-            taken = forward.pop()
-    return taken > 0
-
-
-def _matrices(unit: Unit) -> Unit:
-    return unit._replace(parameters=tuple(parameter for parameter in unit.parameters if parameter.deferred))
-
-
-def _reductions(units: Iterable[Unit], sharding: Sharding, sums_replicas: bool) -> Iterator[_Call]:
-    for unit in units:
-        if not unit.parameters:
-            continue
-        nbytes = sharding.reduce * _padded(unit, sharding)
-        if not sharding.zero_stage:
-            yield _with_replicas(unit.sharers, sharding), "all_reduce", nbytes
-            continue
-        yield from _call(unit.sharers, "reduce_scatter", nbytes, sharding)
-        if sums_replicas and sharding.replicate > 1:
-            yield "dp_replicate", "all_reduce", nbytes // sharding.shards[unit.sharers]
-
-
-def _plain_sums(units: Sequence[Unit], sharding: Sharding) -> Iterator[_Call]:
-    """One all-reduce for each unit of layers, and one for all other parameters."""
-    layers = [unit for unit in units if unit.name == "layers"]
-    rest = [parameter for unit in units if unit.name != "layers" for parameter in unit.parameters]
-    for unit in [*layers, Unit("", rest[0].sharers, tuple(rest))] if rest else layers:
-        yield _with_replicas(unit.sharers, sharding), "all_reduce", sharding.master * unit.elements
-
-
-def _call(group: str, kind: str, size: int, sharding: Sharding) -> Iterator[_Call]:
-    if sharding.shards[group] > 1:
-        yield group, kind, size
-
-
-def _with_replicas(group: str, sharding: Sharding) -> str:
-    return group if sharding.replicate == 1 else _WITH_REPLICAS[group]
-
-
-def _padded(unit: Unit, sharding: Sharding, frozen: bool = False) -> int:
-    """Elements of a unit's parameters, with or without the ``frozen`` ones, padded to equal shards."""
-    shards, parameters = sharding.shards[unit.sharers], (*unit.parameters, *unit.frozen * frozen)
-    return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in parameters)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from titan_like.optim.update_work import ADAMW_WORK
 from titan_like.planner.cost import gemm_time
+from titan_like.planner.data_parallel import shard_groups
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import shard_groups
 from titan_like.planner.trace import TraceKey, trace
+from titan_like.planner.trace.program import Gemm
 from titan_like.planner.workload import Workload, element_bytes
 
 
@@ -32,8 +33,8 @@ def update_time(work: Workload, profile: Profile, elements: Mapping[str, int]) -
     for layer, count in zip(unsplit.layers, work.model.layer_counts, strict=True):
         for matrix in (p for p in layer.parameters if len(p.shape) == 2):
             rows, columns = matrix.shape[0] // matrix.matrices, matrix.shape[1]
-            gemms = update.gemms(rows, columns).items()
-            time = sum(calls * gemm_time(*sizes, 1, dtype, profile) for sizes, calls in gemms)
+            gemms = [(Gemm(*sizes, 1, False, 16), calls) for sizes, calls in update.gemms(rows, columns).items()]
+            time = sum(calls * gemm_time(gemm, dtype, profile) for gemm, calls in gemms)
             size, longest = size + count * matrix.elements, max(longest, time)
             products += count * matrix.matrices * time
     processes = work.tensor * (work.shard * work.context if work.zero_stage else 1)

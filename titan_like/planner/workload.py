@@ -6,11 +6,14 @@ from functools import cache
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from titan_like.config.schema import ActivationCheckpoint
+from titan_like.config.schema import ActivationCheckpoint, JobConfig
+from titan_like.data.loading.lengths import sample_length
 from titan_like.models.config import TransformerConfig
-from titan_like.optim.state_size import ADAMW_STATE, OptimizerState
-from titan_like.optim.update_work import ADAMW_WORK, UpdateWork
-from titan_like.parallel.schedules.tables import stage_ranks
+from titan_like.optim.state_size import ADAMW_STATE, OptimizerState, optimizer_state
+from titan_like.optim.update_work import ADAMW_WORK, UpdateWork, update_work
+from titan_like.parallel.layout import Layout, method_of
+from titan_like.parallel.schedules.tables import SPLIT_BACKWARD, Table, schedule_table, stage_ranks
+from titan_like.parallel.split import layers_per_stage
 
 NARROW = ("float8", "float4")  # only a layer's matrix products with weights run in these; the rest is bfloat16
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of an element
@@ -38,6 +41,25 @@ class Adapters(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
+class PipelineSchedule(NamedTuple):
+    """What the order of a pipeline's passes depends on."""
+
+    name: str
+    pipeline: int  # ranks
+    virtual_stages: int  # on each rank
+    microbatches: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """The rank of each stage."""
+        return stage_ranks(self.name, self.pipeline, self.virtual_stages)
+
+    @property
+    def table(self) -> Table:
+        """The trainer's table: the passes of each rank, in order."""
+        return schedule_table(*self)
+
+
 class Workload(NamedTuple):
     """One training step of a run. The names are the configuration's, shortened."""
 
@@ -63,7 +85,6 @@ class Workload(NamedTuple):
     dropout: bool = False
     compiled: bool = False  # a compiler fuses the layers' operators between products
     stage_layers: tuple[int, ...] | None = None  # None: equal stages
-    causal: bool = True  # each position attends only to earlier ones; in BERT (arXiv 1810.04805) it attends to all
     decoder_seq_len: int = 0  # positions of a decoder, which come in addition to seq_len
     optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer
     update: UpdateWork = ADAMW_WORK
@@ -108,6 +129,16 @@ class Workload(NamedTuple):
         return self.microbatches > 1 and (self.zero_stage < 2 or self.shard * self.context == 1)
 
     @property
+    def pipeline_schedule(self) -> PipelineSchedule:
+        """The order of the pipeline's passes."""
+        return PipelineSchedule(self.schedule, self.pipeline, self.virtual_stages, self.microbatches)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes run in two parts. A compiled layer's cannot be split."""
+        return self.schedule in SPLIT_BACKWARD and self.pipeline > 1 and not self.compiled
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of the job."""
         return self.tensor * self.pipeline * self.context * self.replicate * self.shard
@@ -116,6 +147,38 @@ class Workload(NamedTuple):
     def microbatches(self) -> int:
         """Microbatches of one data-parallel rank in one step, rounded up."""
         return -(-self.global_batch_size // (self.micro_batch_size * self.replicate * self.shard))
+
+
+def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> Workload:
+    """The configuration's sections as a `Workload`."""
+    training, recompute, num_stages = config.training, config.activation_checkpoint, len(layout.stage_ranks)
+    return Workload(
+        model=model,
+        seq_len=training.seq_len,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        **vars(layout),
+        context_method=method_of(config, model).name,
+        zero_stage=config.parallelism.zero_stage,
+        recompute=recompute.mode,
+        recompute_every=recompute.every_n_layers,
+        budget=1.0 if recompute.budget is None else recompute.budget,
+        offload=recompute.offload,
+        dtype=compute_type(config),
+        dropout=getattr(model, "dropout", 0.0) > 0,
+        compiled=config.compile.enable,
+        stage_layers=tuple(layers_per_stage(config, model, num_stages)) if layout.pipeline > 1 else None,
+        optimizer=optimizer_state(config.optimizer),
+        update=update_work(config.optimizer),
+        decoder_seq_len=sample_length(config, model).decoder,
+        lora=Adapters(config.lora.rank, config.lora.dropout > 0, tuple(config.lora.modules)),
+    )
+
+
+def compute_type(config: JobConfig) -> str:
+    """The data type whose speed counts. float64 is treated as float32."""
+    dtype = config.training.dtype
+    return "float32" if dtype == "float64" else dtype
 
 
 class PipelineRanks(NamedTuple):

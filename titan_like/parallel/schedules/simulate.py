@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -95,12 +95,23 @@ def simulate(table: Table, ranks: list[int], duration: Callable[[Action], float]
     Raises:
         ValueError: as `in_order`.
     """
-    free, events = [0.0] * len(table), list[Event]()
-    for rank, action, needed in in_order(table, ranks):
-        start = free[rank] if needed < 0 else max(free[rank], events[needed].end + transfer)
-        free[rank] = start + duration(action)
-        events.append(Event(rank, action, start, free[rank]))
+    program = in_order(table, ranks)
+    times = follow([(rank, duration(action), needed) for rank, action, needed in program], len(table), transfer)
+    events = [Event(rank, action, *time) for (rank, action, _), time in zip(program, times, strict=True)]
     return sorted(events, key=lambda event: (event.start, event.rank))
+
+
+def follow(program: Sequence[tuple[int, float, int]], num_ranks: int, transfer: float) -> list[tuple[float, float]]:
+    """Start and end of every action of a `Program` that gives its duration in the place of the action."""
+    times: list[tuple[float, float]] = []
+    free = [0.0] * num_ranks
+    for rank, duration, needed in program:
+        start = free[rank]
+        if needed >= 0 and times[needed][1] + transfer > start:
+            start = times[needed][1] + transfer
+        free[rank] = end = start + duration
+        times.append((start, end))
+    return times
 
 
 def step_time(events: list[Event]) -> float:

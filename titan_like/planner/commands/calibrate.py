@@ -20,10 +20,10 @@ from titan_like.config.errors import require
 from titan_like.config.options import OptionParser
 from titan_like.metrics.devices import find_device
 from titan_like.planner.commands.outcome import Outcome, toml_option
-from titan_like.planner.predict import of_own_trainer
 from titan_like.planner.profile import FITTED, Profile, is_builtin, load_profile, profile_to_toml
 from titan_like.planner.rows import Row, read_rows
 from titan_like.planner.search_space import layout_of
+from titan_like.planner.stack import of_own_trainer
 from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 

@@ -19,6 +19,7 @@ from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
+from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described
 from titan_like.planner.commands.outcome import (
     Outcome,
@@ -30,11 +31,11 @@ from titan_like.planner.commands.outcome import (
     sized,
 )
 from titan_like.planner.memory import largest_memory, usable_bytes
-from titan_like.planner.predict import Forecast, checked_profile, forecast, profile_of
+from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import search
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, Space
-from titan_like.planner.shape import shape_of
+from titan_like.planner.stack import checked_profile, profile_of
 
 _LEAST_MEMORY: dict[str, Any] = {
     "parallelism.zero_stage": 3,

@@ -28,15 +28,16 @@ import torch.nn.functional as F
 from titan_like.config import JobConfig
 from titan_like.config.errors import require
 from titan_like.config.options import OptionParser, as_installed
+from titan_like.metrics.collectives import BETWEEN_NODES, Measurement, operation_on
 from titan_like.metrics.devices import Device, known_device
 from titan_like.metrics.hardware import peak_memory_bytes
 from titan_like.models.batch import Context
 from titan_like.models.registry import build_model, model_config
 from titan_like.planner.commands.outcome import Outcome, toml_option
 from titan_like.planner.cost import Kernels, pass_times
-from titan_like.planner.links import BETWEEN_NODES, Measurement, latency_of, operation_on, with_links
-from titan_like.planner.predict import default_profile
+from titan_like.planner.links import latency_of, with_links
 from titan_like.planner.profile import Profile, profile_to_toml
+from titan_like.planner.stack import default_profile
 from titan_like.planner.trace.program import Pass, Segment
 from titan_like.planner.trace.recorder import Recorder
 from titan_like.train.environment import environment_number

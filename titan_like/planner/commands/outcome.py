@@ -82,7 +82,7 @@ def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfi
 def _tokens(options: argparse.Namespace, config: JobConfig) -> float | None:
     training = config.training
     if options.tokens is None and training.epochs is not None:
-        from titan_like.planner.dry_run import describe_data
+        from titan_like.data.loading.describe import describe_data
 
         training = describe_data(config, model_config(config.model))[0].training
     if options.tokens is not None or training.steps is training.samples is training.tokens is None:

@@ -11,6 +11,7 @@ from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser, as_installed
 from titan_like.config.paths import to_toml
+from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands.outcome import (
     Outcome,
@@ -28,7 +29,6 @@ from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.search import Candidate, Counts, SearchResult, search
 from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
-from titan_like.planner.shape import shape_of
 
 _TOO_LARGE_SHOWN = 3
 
