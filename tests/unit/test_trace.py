@@ -314,21 +314,21 @@ def test_an_8b_model_with_adapters_fits_on_24_gb_with_recomputation_alone() -> N
         ("moe debug 64 2 2 8 z3 ep2 tp2 sp hsdp2 full", 0),
         ("llama llama3.2_1b 1024 1 4 8 z3 hsdp2", 16),
         ("llama llama3.2_1b 1024 1 2 8 z1 hsdp2", 16),
+        ("gpt debug 64 1 4 16 z1 hsdp2 pp2 tp2 sp", 0),
     ],
 )
 def test_what_a_whole_step_sends_is_what_is_composed(layout: str, rank: int) -> None:
     config, model, where = a_run(layout, **({"num_layers": 4} if rank else {}))
     config = edit(config, {"lora.rank": rank})
-    whole = whole_step(config, model, where, 0).collectives
+    whole = whole_step(config, model, where, 0)
     sent: dict[tuple[str, str], tuple[int, int]] = {}
-    for (kind, group, _), (calls, size) in whole.items():
+    for (kind, group, _), (calls, size) in [*whole.collectives.items(), *whole.sums.items()]:
         before = sent.get((group, kind), (0, 0))
         sent[group, kind] = before[0] + calls, before[1] + size
-    composed = {
-        (group, kind): tuple(amount)
-        for (group, kind, what), amount in step_traffic(work_of((config, model, where)), Coordinates(0)).items()
-        if what != "partial gradients"  # which come after the passes
-    }
+    composed: dict[tuple[str, str], tuple[int, int]] = {}
+    for (group, kind, _), amount in step_traffic(work_of((config, model, where)), Coordinates(0)).items():
+        before = composed.get((group, kind), (0, 0))
+        composed[group, kind] = before[0] + amount.calls, before[1] + amount.bytes
     assert sent == composed
 
 
