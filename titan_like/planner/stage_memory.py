@@ -180,7 +180,7 @@ class StageMemory:
             self._moments[pass_] = _fullest(moments)
         sums, factor = self.keeping.master * shard * self.has_shards(pass_.gradients), self.keeping.master * shard
         usages = [
-            Usage(activations + self.moving, gradients + sums + factor * reduced // self.elements, gathered)
+            Usage(activations, gradients + sums + factor * reduced // self.elements, gathered)
             for activations, gradients, gathered, reduced in self._moments[pass_]
         ]
         return max(usages, key=sum)
@@ -199,19 +199,20 @@ class StageMemory:
             begins_unit = part.begins_unit or number == 0
             stays += unit * (1 + part.repeats) * (keep.zero_stage < 3 and begins_unit)
             weights = (stays + unit if keep.zero_stage == 3 else stays) if gathers else self.elements
+            held = self.received + part.before + (self.moving if part.unit else 0)
             if gathers and unit and begins_unit:
                 arriving = keep.compute * (weights + early + buffer + largest)
-                yield self.received + part.before, gradients, arriving, 0
+                yield held, gradients, arriving, 0
                 buffer = largest
             during = keep.compute * (weights + (early + buffer) * gathers) * keep.wrapped
-            yield self.received + part.before + part.segment.forward_peak, gradients, during, 0
+            yield held + part.segment.forward_peak, gradients, during, 0
 
     def _backward(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment, from the last. Gradients are fresh, then accumulated or reduced."""
         gradients = PassGradients.of(self, pass_)
         freed, frees = 0, self._frees(pass_)
         for part in reversed(self.placed):
-            held = self.received + part.before + part.later - self.held
+            held = self.received + part.before + part.later - self.held + (self.moving if part.unit else 0)
             if part is not self.placed[-1] and not self.stage.is_last:
                 held += self.stage.message  # the gradient of the stage's output
             weights, shards = self._weights_during(part, pass_) - freed, gradients.shards
