@@ -143,7 +143,8 @@ class PassGradients:
             yield before + rest + (fresh if keep.reduce == keep.compute else max(fresh, converted)), self.shards, False
             return
         had_sums = keep.zero_stage < 2 and not self.is_first  # to which fresh gradients are added in place
-        dense = unit.elements - unit.experts, not keep.zero_stage, unit.last_parameter, False
+        dense_alone = self.stage.stage.sharers in keep.single
+        dense = unit.elements - unit.experts, dense_alone, unit.last_parameter, False
         experts = unit.experts, unit.experts_alone, unit.last_of_experts, True
         for size, alone, parameter, early in [experts, dense] if unit.experts else [dense]:
             total, earlier, fresh = keep.reduce * size, self.shards, keep.compute * min(size, produced) * (not had_sums)
