@@ -142,7 +142,11 @@ def rank_moments(
     master, kept_state = sum(shard for shard, _ in elements), sum(state for _, state in elements)
     held = sharding.master * master + frozen, round(sharding.master * kept_state)
     at_update = sum(
-        stage.at_update(shard, work.microbatches) for stage, (shard, _) in zip(stages, elements, strict=True)
+        stage.at_update(shard, work.microbatches, work.update)
+        for stage, (shard, _) in zip(stages, elements, strict=True)
+    )
+    at_update += max(
+        round(stage.workspace(work.update, shard)) for stage, (shard, _) in zip(stages, elements, strict=True)
     )
     in_passes = StepMemory(held[0], at_peak[1], held[1], at_peak[0] + copies, int(totals[fullest]) - sum(at_peak))
     return in_passes, StepMemory(held[0], at_update, held[1], copies, 0)

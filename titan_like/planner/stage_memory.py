@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from titan_like.optim.update_work import ADAMW_WORK, UpdateWork
 from titan_like.planner.occupancy import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -142,17 +143,25 @@ class StageMemory:
         last = self.last_matrices if state in (MATRICES, MATRICES_AND_FIRST_PARTS) else self.last_reduced
         return keep.reduce * waiting, keep.reduce * last * (state not in WAITING)
 
-    def at_update(self, shard: int, microbatches: int) -> int:
+    def workspace(self, update: UpdateWork, shard: int) -> float:
+        """Bytes that an update needs beside gradients, for this process's ``shard`` of the parameters."""
+        largest = {True: 0, False: 0}  # elements of a parameter, inside and outside layers
+        for segment, is_layer, _ in self.stage.counts:
+            largest[is_layer] = max(largest[is_layer], segment.largest_parameter)
+        most = max(update.matrix_workspace * largest[True], update.workspace * largest[False])
+        return most * shard / max(self.elements, 1)
+
+    def at_update(self, shard: int, microbatches: int, update: UpdateWork) -> int:
         """Bytes of gradients during the optimizer's update, less the copies that have been freed.
 
-        The update makes a unit's copies again before it frees the unit's gradients, the smallest unit first.
+        Fused AdamW makes a unit's copies again before it frees the unit's gradients, the smallest unit first.
         """
         keep = self.keeping
         if not keep.copied:
             return self.gradients(FINISHED, shard)
         element = keep.compute if microbatches == 1 else keep.master
         peak = held = element * self.elements - self.freed
-        for size in self.copied_units:
+        for size in self.copied_units if update == ADAMW_WORK else ():
             peak = max(peak, held + keep.compute * size)
             held -= (element - keep.compute) * size
         return peak
