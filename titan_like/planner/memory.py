@@ -16,11 +16,18 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.occupancy import occupancy, splits_backward
+from titan_like.planner.occupancy import FINISHED, occupancy, splits_backward
 from titan_like.planner.pass_gradients import Keeping
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
-from titan_like.planner.stages import Sharding, StageProgram, shard_rows, sharding_of, stages_of_rank
+from titan_like.planner.stages import (
+    Sharding,
+    StageProgram,
+    pipeline_program,
+    shard_rows,
+    sharding_of,
+    stages_of_rank,
+)
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import Workload, pipeline_of
 
@@ -148,6 +155,12 @@ def rank_moments(
     at_update += max(
         round(stage.workspace(work.update, shard)) for stage, (shard, _) in zip(stages, elements, strict=True)
     )
+    # Before it, ranks exchange the gradients of a table that both ends hold.
+    ends = pipeline_of(work).ranks
+    if rank in (ends[0], ends[-1]):
+        received = -(-pipeline_program(work).copied // sharding.shards[stages[0].stage.sharers])
+        sums = sum(stage.gradients(FINISHED, shard) for stage, (shard, _) in zip(stages, elements, strict=True))
+        at_update = max(at_update, sums + sharding.master * received)
     in_passes = StepMemory(held[0], at_peak[1], held[1], at_peak[0] + copies, int(totals[fullest]) - sum(at_peak))
     return in_passes, StepMemory(held[0], at_update, held[1], copies, 0)
 
