@@ -156,9 +156,9 @@ def rank_moments(
         round(stage.workspace(work.update, shard)) for stage, (shard, _) in zip(stages, elements, strict=True)
     )
     # Before it, ranks exchange the gradients of a table that both ends hold.
-    ends = pipeline_of(work).ranks
-    if rank in (ends[0], ends[-1]):
-        received = -(-pipeline_program(work).copied // sharding.shards[stages[0].stage.sharers])
+    ends, copied = pipeline_of(work).ranks, pipeline_program(work).copied
+    if copied and rank in (ends[0], ends[-1]):
+        received = -(-copied // sharding.shards[stages[0].stage.sharers])
         sums = sum(stage.gradients(FINISHED, shard) for stage, (shard, _) in zip(stages, elements, strict=True))
         at_update = max(at_update, sums + sharding.master * received)
     in_passes = StepMemory(held[0], at_peak[1], held[1], at_peak[0] + copies, int(totals[fullest]) - sum(at_peak))
