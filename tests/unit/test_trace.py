@@ -252,16 +252,17 @@ def test_recomputation_repeats_products() -> None:
     [
         ("llama llama3.2_1b 1024 1 1 1", 4, 0.002),
         ("gpt gpt2_1558m 1024 2 1 1", 12, 0.005),
-        ("llama llama3.2_1b 1024 1 3 1", 4, 0.002),
         ("gpt debug 256 2 3 4 z0", 4, 0.002),
-        ("llama llama3.2_1b 1024 1 2 4 z1 cp2 full", 4, 0.02),
+        ("gpt gpt2_124m 512 1 2 2 pp2 float32", 4, 0.001),  # both ends hold the table
+        ("llama llama3.2_1b 1024 1 1 1 adafactor", 4, 0.001),  # fullest in the update
+        ("llama llama3.2_1b 1024 1 3 4 z3 offload", 4, 0.001),
+        ("decoder qwen3_8b 512 1 2 4 z2 pp2 hsdp2", 4, 0.001),  # a single shard
         ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 4, 0.005),
         ("llama llama3.2_1b 1024 1 4 4 z3 pp2", 4, 0.01),
         ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 4, 0.02),
         ("moe debug 256 2 2 4 z3 ep2", 4, 0.03),
         ("t5 debug 256 2 2 4 z2 pp2", 4, 0.02),
         ("t5 60m 512 1 1 1", 6, 0.012),
-        ("moe debug 256 2 2 4 z2 ep2", 4, 0.02),
         ("moe debug 256 2 2 4 z3 ep2 experts", 4, 0.02),
         ("llama llama3.2_1b 1024 1 3 1 kinds", 5, 0.004),
         ("llama llama3.2_1b 1024 1 4 4 z3 pp2 v2 interleaved_1f1b kinds", 5, 0.02),
