@@ -137,7 +137,8 @@ def test_an_optimizer_of_another_package_is_counted(monkeypatch: pytest.MonkeyPa
     for name in ("lion", "whitened"):
         monkeypatch.setitem(RULES, name, f"{__name__}:{name}")
     work = update_work(Optimizer(name="lion"))
-    assert work == UpdateWork(8 + 12 + 8 + 8 + 12 + 12)  # the gradients' clipping first
+    # The gradients' clipping first. A direction and its factors exist at once.
+    assert work == UpdateWork(8 + 12 + 8 + 8 + 12 + 12, workspace=8, matrix_workspace=8)
     work = update_work(Optimizer(name="whitened"))
     assert work.gemms(30, 70) == {(70, 70, 30): 1, (30, 70, 70): 1}
     assert (work.traffic, work.gemm_dtype) == (8 + 12, "float32")

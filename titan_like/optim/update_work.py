@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ class UpdateWork(NamedTuple):
     matrix_traffic: float = 0  # in addition, for matrices inside layers
     matrix_gemms: tuple[tuple[Gemm, int], ...] = ()  # GEMM → calls, for a matrix [_SHORT, _LONG] inside layers
     gemm_dtype: str = "float32"
+    workspace: float = 0  # most bytes at once beside weight, gradient and state, per element of the matrix
+    matrix_workspace: float = 0  # the same for matrices inside layers
 
     def gemms(self, rows: int, columns: int) -> Counter[Gemm]:
         """The number of calls of each GEMM in an update of a matrix inside layers."""
@@ -58,7 +61,8 @@ def _update_work(section: str) -> UpdateWork:
     rule, shape = OptimizerSection.model_validate_json(section), (_SHORT, _LONG)
     layer, table = (updated(name, shape, rule)[2] for name in ("layers.0", "table"))
     traffic, matrix_traffic = (counted.nbytes / (_SHORT * _LONG) for counted in (table, layer))
-    return UpdateWork(traffic, matrix_traffic - traffic, tuple(layer.gemms.items()), layer.gemm_dtype)
+    workspaces = (counted.peak / (_SHORT * _LONG) for counted in (table, layer))
+    return UpdateWork(traffic, matrix_traffic - traffic, tuple(layer.gemms.items()), layer.gemm_dtype, *workspaces)
 
 
 def updated(
@@ -84,19 +88,21 @@ class UpdateCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
+        self.held = self.peak = 0  # bytes that operators have allocated
         self.gemms = Counter[Gemm]()
         self.gemm_dtype = "float32"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, schema = func(*args, **(kwargs or {})), schema_of(func)
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors([args, kwargs])}
+        created = [tensor for tensor in _tensors(result) if tensor.untyped_storage().data_ptr() not in inputs]
+        self._hold(created)
         if schema.name in _GEMMS:
             a, b = [value for value in args if isinstance(value, torch.Tensor)][-2:]
             self.gemms[a.shape[-2], b.shape[-1], a.shape[-1]] += len(a) if a.ndim == 3 else 1
             self.gemm_dtype = str(a.dtype).removeprefix("torch.")
             return result
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
-        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors(list(given.values()))}
-        created = [tensor for tensor in _tensors(result) if tensor.untyped_storage().data_ptr() not in inputs]
         if "empty" in schema.name or not (created or schema.is_mutable):  # a view
             return result
         self._add(created)
@@ -109,8 +115,20 @@ class UpdateCounter(TorchDispatchMode):
         return result
 
     def _add(self, tensors: list[torch.Tensor]) -> None:
-        large = [tensor for tensor in tensors if len(tensor.untyped_storage()) >= _SHORT * _LONG * tensor.itemsize]
-        self.nbytes += sum(tensor.nbytes for tensor in large)
+        self.nbytes += sum(tensor.nbytes for tensor in _large(tensors))
+
+    def _hold(self, created: list[torch.Tensor]) -> None:
+        for storage in {tensor.untyped_storage() for tensor in _large(created)}:
+            self.held += storage.nbytes()
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, size: int) -> None:
+        self.held -= size
+
+
+def _large(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if len(tensor.untyped_storage()) >= _SHORT * _LONG * tensor.itemsize]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -15,10 +15,10 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.data_parallel import Rules, Sharding, shard_rows, sharding_of
+from titan_like.planner.data_parallel import Gradients, Rules, Sharding, shard_rows, sharding_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
-from titan_like.planner.stages import StageProgram, stages_of_rank
+from titan_like.planner.stages import StageProgram, pipeline_program, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.walk import occupancy
 from titan_like.planner.workload import Workload, pipeline_of
@@ -148,10 +148,16 @@ def rank_moments(
         gathered=gathered_at_peak + copies,
         activations=int(totals[fullest]) - gathered_at_peak - gradients_at_peak,
     )
-    at_update = [
-        stage.gradients.at_update(shard, work.microbatches) for stage, shard in zip(stages, elements, strict=True)
-    ]
-    return in_passes, in_passes._replace(gradients=sum(at_update), gathered=copies, activations=0)
+    gradients_of = [(stage.gradients, shard) for stage, shard in zip(stages, elements, strict=True)]
+    at_update = sum(of_stage.at_update(shard, work.microbatches, work.update) for of_stage, shard in gradients_of)
+    at_update += max(round(of_stage.workspace(work.update, shard)) for of_stage, shard in gradients_of)
+    # Before it, ranks exchange the gradients of a table that both ends hold.
+    ends, copied = pipeline_of(work).ranks, pipeline_program(work).copied
+    if copied and rank in (ends[0], ends[-1]):
+        received = -(-copied // sharding.shards[stages[0].stage.sharers])
+        sums = sum(of_stage.between_passes(Gradients.FINISHED, shard) for of_stage, shard in gradients_of)
+        at_update = max(at_update, sums + rules.master * received)
+    return in_passes, in_passes._replace(gradients=at_update, gathered=copies, activations=0)
 
 
 @lru_cache(maxsize=65536)

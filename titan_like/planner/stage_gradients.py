@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from titan_like.optim.update_work import ADAMW_WORK, UpdateWork
 from titan_like.planner.data_parallel import CopiedUnit, Gradients, LayerUnit, PassKind, Rules, copied_units
 from titan_like.planner.stages import StageProgram
 from titan_like.planner.trace.program import Segment
@@ -43,7 +44,7 @@ class StageGradients:
     """Bytes of a stage's gradients between passes."""
 
     def __init__(self, stage: StageProgram, rules: Rules, placed: Sequence[Placed]) -> None:
-        self.rules, self.elements = rules, stage.elements
+        self.stage, self.rules, self.elements = stage, rules, stage.elements
         self.matrices = sum([segment.matrices for segment in stage.segments])
         self.largest_parameter = max([segment.largest_parameter for segment in stage.segments])
         # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table. In the
@@ -89,17 +90,26 @@ class StageGradients:
         is_of_matrices = state in (Gradients.MATRICES, Gradients.MATRICES_AND_FIRST_PARTS)
         return 0, rules.reduce * (self.last_matrices if is_of_matrices else self.last_reduced)
 
-    def at_update(self, shard: int, microbatches: int) -> int:
+    def workspace(self, update: UpdateWork, shard: int) -> float:
+        """Bytes that an update needs beside gradients, for this process's ``shard`` of the parameters."""
+        largest = {True: 0, False: 0}  # elements of a parameter, inside and outside layers
+        for segment, is_layer, _ in self.stage.counts:
+            largest[is_layer] = max(largest[is_layer], segment.largest_parameter)
+        most = max(update.matrix_workspace * largest[True], update.workspace * largest[False])
+        return most * shard / max(self.elements, 1)
+
+    def at_update(self, shard: int, microbatches: int, update: UpdateWork) -> int:
         """Bytes during the optimizer's update, less the copies that have been freed.
 
-        The update makes a unit's copies again before it frees the unit's gradients, the smallest unit first.
+        Fused AdamW makes a unit's copies again before it frees the unit's gradients, the smallest unit first.
         """
         rules = self.rules
         if not rules.copied:
             return self.between_passes(Gradients.FINISHED, shard)
         element = rules.compute if microbatches == 1 else rules.master
         peak = held = element * self.elements - self.freed
-        for size in sorted(unit.elements for unit in self.copied_units) if self.frees_copies else ():
+        makes_copies = self.frees_copies and update == ADAMW_WORK
+        for size in sorted(unit.elements for unit in self.copied_units) if makes_copies else ():
             peak = max(peak, held + rules.compute * size)
             held -= (element - rules.compute) * size
         return peak
@@ -176,7 +186,8 @@ class PassGradients:
             yield before + rest + fresh, self.shards, False
             return
         had_sums = not rules.reduces_every_pass and not self.is_first  # to which fresh gradients are added in place
-        dense = unit.elements - unit.experts, not rules.zero_stage, unit.last_parameter, False
+        dense_alone = self.stage.stage.sharers in rules.single
+        dense = unit.elements - unit.experts, dense_alone, unit.last_parameter, False
         experts = unit.experts, unit.experts_alone, unit.last_of_experts, True
         for size, alone, parameter, early in [experts, dense] if unit.experts else [dense]:
             total, earlier = rules.reduce * size, self.shards

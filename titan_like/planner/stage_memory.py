@@ -86,7 +86,7 @@ class StageMemory:
         factor = self.rules.master * shard
         sums = factor if self.rules.has_shards(pass_.gradients) else 0
         usages = [
-            Usage(activations + self.moving, gradients + sums + factor * reduced // self.stage.elements, gathered)
+            Usage(activations, gradients + sums + factor * reduced // self.stage.elements, gathered)
             for activations, gradients, gathered, reduced in self._moments[pass_]
         ]
         return max(usages, key=sum)
@@ -98,7 +98,7 @@ class StageMemory:
         stays, early = self.root, self.prefetched if pass_.gradients != Gradients.NONE else 0  # elements
         buffer = self.buffered_root
         for number, part in enumerate(self.placed):
-            activations = self.received + part.before
+            activations = self.received + part.before + (self.moving if part.unit.gathered else 0)
             if part in self.placed[-2:]:
                 early = 0
             unit, buffered, begins_unit = part.unit.gathered, part.unit.buffered, part.begins_unit
@@ -124,7 +124,7 @@ class StageMemory:
         rules, gradients = self.rules, self.gradients.during(pass_)
         gathers, frees, freed = rules.gathers(pass_), rules.frees(pass_), 0
         for part in reversed(self.placed):
-            held = self.received + part.before + part.later - self.held
+            held = self.received + part.before + part.later - self.held + (self.moving if part.unit.gathered else 0)
             if part is not self.placed[-1] and not self.stage.is_last:
                 held += self.stage.message  # the gradient of the stage's output
             weights, shards = self._weights_during(part, pass_) - freed, gradients.shards
