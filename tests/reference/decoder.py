@@ -1,0 +1,381 @@
+"""A decoder by definition, in the dtype of its weights: loops over layers, heads and experts, and masks of all pairs.
+
+It shares no code with `titan_like.models`. Weights have the product's names and order of rows; ``fields`` are those of a
+flavor, all of them. Sources are the papers that docs/families.md names and the documented behaviour of `transformers`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+Fields = Mapping[str, Any]
+Weights = Mapping[str, torch.Tensor]
+Linear = Callable[[str, torch.Tensor], torch.Tensor]  # the linear layer of this name, applied
+
+
+class Sample(NamedTuple):
+    """Sequences of a batch. Documents are packed: a token sees its own document up to itself."""
+
+    tokens: torch.Tensor  # int64 [batch, seq]
+    documents: torch.Tensor  # int64 [batch, seq], number of each token's document
+    positions: torch.Tensor  # int64 [batch, seq]
+    labels: torch.Tensor  # int64 [batch, seq]; negative: none
+    next_tokens: torch.Tensor  # int64 [batch, seq], for multi-token prediction
+    next_labels: torch.Tensor
+
+
+class Experts(NamedTuple):
+    """What one layer's router saw of the tokens that count."""
+
+    sent: torch.Tensor  # int64 [experts], choices
+    balance: torch.Tensor  # E · Σ over experts of (previous share of the tokens · sum of this batch's scores)
+    z: torch.Tensor  # Σ over tokens of logsumexp²
+
+
+class Output(NamedTuple):
+    """Logits of the next token and of the one after it, [batch, seq, vocab], and each router's statistics."""
+
+    logits: torch.Tensor
+    ahead: torch.Tensor | None
+    experts: dict[str, Experts]
+
+    def loss(self, fields: Fields, sample: Sample) -> torch.Tensor:
+        """The loss of a step whose global batch is this one."""
+        total = _mean_loss(self.logits, sample.labels)
+        if self.ahead is not None:
+            total = total + fields["mtp_coefficient"] * _mean_loss(self.ahead, sample.next_labels)
+        coefficient = fields["balance_coefficient"] if fields["balance"] == "auxiliary" else 0.0
+        for router in self.experts.values():
+            total = (
+                total + (coefficient * router.balance + fields["z_loss_coefficient"] * router.z) / sample.tokens.numel()
+            )
+        return total
+
+
+def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = []
+    for row, label in zip(logits.flatten(0, 1), labels.flatten().tolist(), strict=True):
+        if label >= 0:
+            losses.append(row.exp().sum().log() - row[label])
+    return torch.stack(losses).mean()
+
+
+def decode(fields: Fields, weights: Weights, sample: Sample, linear: Linear | None = None) -> Output:
+    """Run the model. ``linear`` replaces x · Wᵀ + b of the layers, by name: adapters."""
+    return _Decoder(fields, weights, sample, linear).run()
+
+
+def lora_linear(weights: Weights, scale: float, groups: Mapping[str, list[int]], dropped: Weights) -> Linear:
+    """Linear layers with adapters: y = W x + scale · B A (x · mask), arXiv 2106.09685.
+
+    ``groups`` has, for a fused projection, the rows in turn of its matrices (q, k, v), each with an A and a B of its own;
+    ``dropped`` the masks, with their factor 1 / (1 - p), of the inputs that dropout changes.
+    """
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        result = _linear(weights, name, x)
+        if f"{name}.lora_b" not in weights:
+            return result
+        down, up = weights[f"{name}.lora_a"], weights[f"{name}.lora_b"]
+        rows = groups.get(name, [len(up)])
+        rank, x = len(down) // len(rows), x * dropped.get(name, 1.0)
+        owner = [matrix for matrix, count in enumerate(rows) for _ in range(count)]  # of each row of a group
+        parts = []
+        for row in range(len(up)):
+            first = rank * owner[row % len(owner)]
+            parts.append((x @ down[first : first + rank].t()) @ up[row])
+        return result + scale * torch.stack(parts, -1)
+
+    return linear
+
+
+def _linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    y = x @ weights[f"{name}.weight"].t()
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu2": lambda x: torch.where(x > 0, x * x, 0),
+}
+
+
+class _Decoder:
+    def __init__(self, fields: Fields, weights: Weights, sample: Sample, linear: Linear | None) -> None:
+        self.fields, self.weights, self.sample = fields, weights, sample
+        self.linear = linear or (lambda name, x: _linear(weights, name, x))
+        self.experts: dict[str, Experts] = {}
+
+    def run(self) -> Output:
+        fields = self.fields
+        x = self.embed(self.sample.tokens)
+        for number in range(fields["num_layers"]):
+            x = self.layer(number, x, torch.ones_like(self.sample.tokens, dtype=torch.bool))
+        x = self.norm("norm", x)
+        ahead = None
+        if fields["mtp_layers"]:  # arXiv 2412.19437, section 2.2
+            name = f"layers.{fields['num_layers']}"
+            token = self.norm(f"{name}.enorm", self.embed(self.sample.next_tokens))
+            both = torch.cat((token, self.norm(f"{name}.hnorm", x)), -1)
+            counted = self.sample.next_labels >= 0
+            ahead = self.layer(fields["num_layers"], self.linear(f"{name}.eh_proj", both), counted)
+            ahead = self.logits(self.norm(f"{name}.norm", ahead))
+        return Output(self.logits(x), ahead, self.experts)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.weights["embedding.weight"][tokens] * self.fields["embedding_scale"]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.weights["embedding.weight" if self.fields["tied_embeddings"] else "output.weight"]
+        logits = self.fields["logit_scale"] * (x @ table[: self.fields["vocab_size"]].t())
+        cap = self.fields["final_softcap"]
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def norm(self, name: str, x: torch.Tensor, eps: float | None = None, kind: str = "") -> torch.Tensor:
+        """RMSNorm (arXiv 1910.07467) or LayerNorm (1607.06450)."""
+        weight, kind = self.weights[f"{name}.weight"], kind or self.fields["norm"]
+        weight = 1 + weight if self.fields["norm_offset"] and eps is None else weight
+        centered = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+        size = (centered**2).mean(-1, keepdim=True) + (self.fields["norm_eps"] if eps is None else eps)
+        normed = centered / size.sqrt() * weight
+        return normed + self.weights[f"{name}.bias"] if kind == "layer" else normed
+
+    def kind_of(self, number: int) -> dict[str, Any]:
+        """Window and rotation of a layer. That for multi-token prediction is like the first."""
+        fields, pattern = self.fields, self.fields["layer_pattern"] or ["full"]
+        name = pattern[number % len(pattern) if number < fields["num_layers"] else 0]
+        of_model = {"window": 0, "rope_theta": fields["rope_theta"], "rope_scaling": fields["rope_scaling"]}
+        return of_model | dict(fields["kinds"].get(name, {}))
+
+    def layer(self, number: int, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        name, kind, scale = f"layers.{number}", self.kind_of(number), self.fields["residual_scale"]
+        attend = self.latent_attention if self.fields["kv_lora_rank"] else self.attention
+        is_dense = not self.fields["num_experts"] or number < self.fields["num_dense_layers"]
+
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            return attend(f"{name}.attention", kind, x)
+
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            return self.dense_mlp(f"{name}.mlp", x) if is_dense else self.sparse_mlp(f"{name}.mlp", x, counted)
+
+        match self.fields["block"]:
+            case "pre":
+                x = x + scale * attention(self.norm(f"{name}.attention_norm", x))
+                return x + scale * mlp(self.norm(f"{name}.mlp_norm", x))
+            case "post":
+                x = x + scale * self.norm(f"{name}.attention_norm", attention(x))
+                return x + scale * self.norm(f"{name}.mlp_norm", mlp(x))
+            case "sandwich":
+                attended = attention(self.norm(f"{name}.attention_norm", x))
+                x = x + scale * self.norm(f"{name}.attention_post_norm", attended)
+                return x + scale * self.norm(f"{name}.mlp_post_norm", mlp(self.norm(f"{name}.mlp_norm", x)))
+            case "parallel":
+                attended = attention(self.norm(f"{name}.attention_norm", x))
+                return x + scale * attended + scale * mlp(self.norm(f"{name}.mlp_norm", x))
+        raise AssertionError(self.fields["block"])
+
+    def attention(self, name: str, kind: Fields, x: torch.Tensor) -> torch.Tensor:
+        fields, width = self.fields, self.fields["head_size"]
+        groups, per_group = fields["num_kv_heads"], fields["num_attention_heads"] // fields["num_kv_heads"]
+        rows = self.linear(f"{name}.qkv", x).split(width, -1)  # a group's queries, its key, its value, the next group's
+        q = [rows[group * (per_group + 2) + i] for group in range(groups) for i in range(per_group)]
+        k = [rows[group * (per_group + 2) + per_group] for group in range(groups)]
+        v = [rows[group * (per_group + 2) + per_group + 1] for group in range(groups)]
+        if fields["qk_norm"] == "head":
+            q, k = [self.norm(f"{name}.q_norm", head) for head in q], [self.norm(f"{name}.k_norm", head) for head in k]
+        elif fields["qk_norm"] == "all":
+            q = self.norm(f"{name}.q_norm", torch.cat(q, -1)).split(width, -1)
+            k = self.norm(f"{name}.k_norm", torch.cat(k, -1)).split(width, -1)
+        rotated = int(width * fields["rotary_fraction"])
+        q, k = ([self.rotate(head, kind, rotated) for head in heads] for heads in (q, k))
+        scale = fields["attention_scale"] or width**-0.5
+        heads = [
+            self.attend(name, i, kind["window"], scale, (q[i], k[i // per_group], v[i // per_group]))
+            for i in range(len(q))
+        ]
+        return self.linear(f"{name}.proj", torch.cat(heads, -1))
+
+    def latent_attention(self, name: str, kind: Fields, x: torch.Tensor) -> torch.Tensor:
+        """MLA (arXiv 2405.04434, section 2.1)."""
+        fields = self.fields
+        nope, rope, value = (fields[f"{part}_head_size"] for part in ("nope", "rope", "value"))
+        queries_from = x
+        if fields["q_lora_rank"]:
+            queries_from = self.norm(f"{name}.q_norm", self.linear(f"{name}.q_a", x), 1e-6, "rms")
+        latent, shared_key = self.linear(f"{name}.kv_a", x).split([fields["kv_lora_rank"], rope], -1)
+        latent = self.norm(f"{name}.kv_norm", latent, 1e-6, "rms")
+        shared_key = self.rotate(shared_key, kind, rope)
+        of_queries = self.linear(f"{name}.heads.q", queries_from).split(nope + rope, -1)
+        of_keys = self.linear(f"{name}.heads.kv", latent).split(nope + value, -1)
+        scale = fields["attention_scale"] or (nope + rope) ** -0.5 * _latent_factor(kind["rope_scaling"])
+        heads = []
+        for i in range(fields["num_attention_heads"]):
+            q = torch.cat((of_queries[i][..., :nope], self.rotate(of_queries[i][..., nope:], kind, rope)), -1)
+            k = torch.cat((of_keys[i][..., :nope], shared_key), -1)
+            heads.append(self.attend(f"{name}.heads", i, kind["window"], scale, (q, k, of_keys[i][..., nope:])))
+        return self.linear(f"{name}.heads.proj", torch.cat(heads, -1))
+
+    def attend(
+        self, name: str, head: int, window: int, scale: float, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """One head, each [batch, seq, width]."""
+        (q, k, v), cap = qkv, self.fields["attention_softcap"]
+        scores = scale * (q @ k.transpose(1, 2))
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        order, documents = torch.arange(q.shape[1]), self.sample.documents
+        distance = order[:, None] - order
+        is_seen = (documents[:, :, None] == documents[:, None]) & (distance >= 0)
+        if window:
+            is_seen &= distance < window
+        weights = torch.where(is_seen, scores.exp(), 0)
+        total = weights.sum(-1, keepdim=True)
+        if self.fields["attention_sinks"]:
+            total = total + self.weights[f"{name}.core.sinks"][head].exp()
+        return weights @ v / total
+
+    def rotate(self, x: torch.Tensor, kind: Fields, size: int) -> torch.Tensor:
+        """RoPE (arXiv 2104.09864) of the first ``size`` dimensions of one head; dimension i pairs with i + size / 2."""
+        if not kind["rope_theta"]:
+            return x
+        scaling = kind["rope_scaling"] and dict(kind["rope_scaling"])
+        seq_len, parts = self.sample.tokens.shape[1], list(x.unbind(-1))
+        for pair in range(size // 2):
+            frequency = _frequency(pair, size, kind["rope_theta"], scaling, seq_len)
+            angle = self.sample.positions.to(x.dtype) * frequency
+            cos, sin = _magnitude(scaling) * angle.cos(), _magnitude(scaling) * angle.sin()
+            a, b = x[..., pair], x[..., pair + size // 2]
+            parts[pair], parts[pair + size // 2] = a * cos - b * sin, b * cos + a * sin
+        return torch.stack(parts, -1)
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.fields["activation"] == "clamped_swiglu":  # GPT-OSS
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+        return _ACTIVATIONS[self.fields["activation"]](gate) * up
+
+    def dense_mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        up = self.linear(f"{name}.up", x)
+        if not self.fields["gated"]:
+            return self.linear(f"{name}.down", _ACTIVATIONS[self.fields["activation"]](up))
+        return self.linear(f"{name}.down", self.activate(self.linear(f"{name}.gate", x), up))
+
+    def sparse_mlp(self, name: str, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        fields, tokens = self.fields, x.flatten(0, 1)
+        logits = tokens @ self.weights[f"{name}.router.weight"].t()
+        if fields["router_bias"]:
+            logits = logits + self.weights[f"{name}.router.logit_bias"]
+        scores = logits.softmax(-1) if fields["router_score"] == "softmax" else logits.sigmoid()
+        biased = scores.detach()
+        if fields["balance"] == "bias":
+            biased = biased + self.weights[f"{name}.router.bias"]
+        chosen = [self.choose(row.tolist()) for row in biased]
+        self.count(name, logits, scores, chosen, counted.flatten().tolist())
+        results = []
+        for number, experts in enumerate(chosen):
+            token = tokens[number]
+            total = sum(scores[number, expert] for expert in experts) if fields["renormalize"] else 1.0
+            weighted = [scores[number, expert] / total * self.expert(name, expert, token) for expert in experts]
+            results.append(fields["routed_scaling"] * torch.stack(weighted).sum(0))
+        result = torch.stack(results).view_as(x)
+        if fields["num_shared_experts"]:
+            inner = self.activate(self.linear(f"{name}.shared.gate", x), self.linear(f"{name}.shared.up", x))
+            result = result + self.linear(f"{name}.shared.down", inner)
+        return result
+
+    def choose(self, scores: list[float]) -> list[int]:
+        """The experts of one token: the best of the groups with the best sums of two (arXiv 2412.19437)."""
+        size = len(scores) // self.fields["router_groups"]
+        groups = [range(first, first + size) for first in range(0, len(scores), size)]
+        groups.sort(key=lambda group: -sum(sorted((scores[expert] for expert in group), reverse=True)[:2]))
+        if self.fields["router_top_groups"] < self.fields["router_groups"]:
+            groups = groups[: self.fields["router_top_groups"]]
+        left = [expert for group in groups for expert in group]
+        return sorted(left, key=lambda expert: -scores[expert])[: self.fields["experts_per_token"]]
+
+    def expert(self, name: str, expert: int, token: torch.Tensor) -> torch.Tensor:
+        """[hidden] → [hidden]."""
+
+        def linear(part: str, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weights[f"{name}.experts.{part}.weight"].chunk(self.fields["num_experts"])[expert]
+            if not self.fields["expert_bias"]:
+                return weight @ x
+            return weight @ x + self.weights[f"{name}.experts.{part}.bias"].chunk(self.fields["num_experts"])[expert]
+
+        return linear("down", self.activate(linear("gate", token), linear("up", token)))
+
+    def count(
+        self, name: str, logits: torch.Tensor, scores: torch.Tensor, chosen: list[list[int]], counted: list[bool]
+    ) -> None:
+        sent = torch.zeros(self.fields["num_experts"], dtype=torch.int64)
+        load = self.weights[f"{name}.router.load"]
+        balance = z = logits.new_zeros(())
+        for number in (number for number, is_counted in enumerate(counted) if is_counted):
+            for expert in chosen[number]:
+                sent[expert] += 1
+            shares = scores[number] / scores[number].sum()
+            balance = balance + self.fields["num_experts"] * (load * shares).sum()
+            z = z + logits[number].exp().sum().log() ** 2
+        self.experts[name] = Experts(sent, balance, z)
+
+
+def _latent_factor(scaling: Fields | None) -> float:
+    """DeepSeek's factor on the scores where yarn has `mscale_all_dim`."""
+    scaling = scaling and dict(scaling)
+    if not scaling or scaling["type"] != "yarn":
+        return 1.0
+    return (0.1 * scaling["mscale_all_dim"] * math.log(max(scaling["factor"], 1)) + 1) ** 2
+
+
+def _frequency(pair: int, size: int, theta: float, scaling: Fields | None, seq_len: int) -> float:
+    """Angle per position of one pair of dimensions."""
+    frequency = theta ** (-2 * pair / size)
+    match scaling and scaling["type"]:
+        case None:
+            return frequency
+        case "linear":  # arXiv 2306.15595
+            return frequency / scaling["factor"]
+        case "longrope":  # arXiv 2402.13753
+            is_long = seq_len > scaling["original_max_seq_len"]
+            return frequency / scaling["long_factors" if is_long else "short_factors"][pair]
+        case "llama3":
+            wave = 2 * math.pi / frequency
+            longest = scaling["original_max_seq_len"] / scaling["low_freq_factor"]
+            shortest = scaling["original_max_seq_len"] / scaling["high_freq_factor"]
+            if wave < shortest:
+                return frequency
+            if wave > longest:
+                return frequency / scaling["factor"]
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            smooth = (scaling["original_max_seq_len"] / wave - low) / (high - low)
+            return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+        case "yarn":  # arXiv 2309.00071, section 3.2
+
+            def pair_of(turns: float) -> float:
+                return size * math.log(scaling["original_max_seq_len"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+            low, high = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
+            if scaling["truncate"]:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, size - 1)
+            high = high + 0.001 if low == high else high
+            ramp = min(max((pair - low) / (high - low), 0), 1)
+            return frequency * (1 - ramp) + frequency / scaling["factor"] * ramp
+    raise AssertionError(scaling)
+
+
+def _magnitude(scaling: Fields | None) -> float:
+    """Factor on cos and sin."""
+    if not scaling or scaling["type"] not in ("yarn", "longrope"):
+        return 1.0
+    if scaling["attention_factor"]:
+        return scaling["attention_factor"]
+    log = math.log(max(scaling["factor"], 1))
+    if scaling["type"] == "longrope":
+        return math.sqrt(1 + log / math.log(scaling["original_max_seq_len"])) if log else 1.0
+    if scaling["mscale"] and scaling["mscale_all_dim"]:
+        return (0.1 * scaling["mscale"] * log + 1) / (0.1 * scaling["mscale_all_dim"] * log + 1)
+    return 0.1 * log + 1
