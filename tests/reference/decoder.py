@@ -1,7 +1,7 @@
 """A decoder by definition, in the dtype of its weights: loops over layers, heads and experts, and masks of all pairs.
 
-It shares no code with `titan_like.models`. Weights have the product's names and order of rows; ``fields`` are those of a
-flavor, all of them. Sources are the papers that docs/families.md names and the documented behaviour of `transformers`.
+It shares no code with `titan_like.models`. Weights have the product's names and order of rows; ``fields`` are all fields
+of a flavor. Sources are the papers that docs/families.md names and the documented behaviour of `transformers`.
 """
 
 import math
@@ -70,7 +70,7 @@ def decode(fields: Fields, weights: Weights, sample: Sample, linear: Linear | No
 def lora_linear(weights: Weights, scale: float, groups: Mapping[str, list[int]], dropped: Weights) -> Linear:
     """Linear layers with adapters: y = W x + scale · B A (x · mask), arXiv 2106.09685.
 
-    ``groups`` has, for a fused projection, the rows in turn of its matrices (q, k, v), each with an A and a B of its own;
+    ``groups`` has, for a fused projection, the rows in turn of its matrices (q, k, v), which have an A and a B each;
     ``dropped`` the masks, with their factor 1 / (1 - p), of the inputs that dropout changes.
     """
 

@@ -65,7 +65,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
             "rope_head_size": 4,
             "value_head_size": 6,
         },
-    ],  # fmt: skip
+    ],
     "attention_bias": [{"attention_bias": value} for value in ("none", "qkv", "all")],
     "qk_norm": [{"qk_norm": value} for value in ("none", "head", "all")],
     "attention_scale": [{}, {"attention_scale": 0.3}],
@@ -111,7 +111,7 @@ def fields_of(values: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def fits(row: list[dict[str, Any]]) -> bool:
     """Whether features go together; those that are not chosen yet are the first ones."""
-    values = {name: values[0] for name, values in FEATURES.items()} | dict(zip(FEATURES, row))
+    values = {name: values[0] for name, values in FEATURES.items()} | dict(zip(FEATURES, row, strict=False))
     try:
         DecoderConfig(**fields_of(values))
     except ValidationError:
