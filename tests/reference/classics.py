@@ -1,6 +1,6 @@
 """GPT, BERT and T5 by definition, in the dtype of their weights: loops over layers and heads, masks of all pairs.
 
-It shares no code with `titan_like.models`. Weights have the product's names and order of rows; ``fields`` are all fields
+It imports nothing of the product. Weights have the product's names and order of rows; ``fields`` are all fields
 of a flavor. Nothing is dropped.
 """
 

@@ -1,6 +1,6 @@
 """A decoder by definition, in the dtype of its weights: loops over layers, heads and experts, and masks of all pairs.
 
-It shares no code with `titan_like.models`. Weights have the product's names and order of rows; ``fields`` are all fields
+It imports nothing of the product. Weights have the product's names and order of rows; ``fields`` are all fields
 of a flavor. Sources are the papers that docs/families.md names and the documented behaviour of `transformers`.
 """
 
