@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from allpairspy import AllPairs
 from pydantic import ValidationError
 
 from tests.float64 import bound, exact_rope
@@ -120,7 +119,8 @@ def fits(row: list[dict[str, Any]]) -> bool:
 
 
 def cover() -> list[dict[str, dict[str, Any]]]:
-    return [dict(zip(FEATURES, row, strict=True)) for row in AllPairs(list(FEATURES.values()), filter_func=fits)]
+    pairs = pytest.importorskip("allpairspy").AllPairs(list(FEATURES.values()), filter_func=fits)
+    return [dict(zip(FEATURES, row, strict=True)) for row in pairs]
 
 
 def numbered(rows: list[dict[str, dict[str, Any]]]) -> list[Any]:
