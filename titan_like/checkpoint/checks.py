@@ -138,11 +138,8 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
 def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path, make: bool) -> bool:
     """Check that the run can save to its checkpoint folder and resume from it. If ``make``, create the folder.
 
-    Returns whether there is a checkpoint to resume from.
-
-    Raises:
-        ConfigError: the folder cannot be used, its checkpoints belong to another run, or the learning rate's decay does
-            not fit the resumed run.
+    Returns whether there is a checkpoint to resume from. Raises a `ConfigError` if the folder cannot be used, its
+    checkpoints belong to another run, or the learning rate's decay does not fit the resumed run.
     """
     check_writable("checkpoint.folder", folder, make)
     steps = usable_steps(folder, config.checkpoint.load_step)

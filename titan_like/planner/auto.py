@@ -122,8 +122,7 @@ def described(work: Workload) -> str:
 def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
     """Replace `parallelism.auto` by a layout. Every process chooses the same one, and rank 0 prints it.
 
-    Raises:
-        ConfigError: there is no GPU to plan for, or no layout is valid and fits.
+    Raises a `ConfigError` if there is no GPU to plan for, or no layout is valid and fits.
     """
     if not config.parallelism.auto:
         return config

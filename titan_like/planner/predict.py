@@ -26,8 +26,7 @@ FLOAT8_NOTE = "float8.enable: times, memory and traffic are predicted as if all 
 def predict(config: JobConfig, profile: Profile | None = None, expert_load: float = 1.0) -> Forecast:
     """Forecast the step of a run on the cluster that it names. ``expert_load`` is as in `Workload`.
 
-    Raises:
-        ConfigError: the settings contradict each other, or the GPU is unknown.
+    Raises a `ConfigError` if the settings contradict each other, or the GPU is unknown.
     """
     if config.parallelism.auto:
         from titan_like.planner.search import search  # which predicts layouts

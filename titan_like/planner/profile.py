@@ -271,8 +271,7 @@ _OF_JOBS = ("one_node", "own_links", "operators")
 def load_profile(name: str, key: str = "--profile") -> Profile:
     """A shipped profile by name, or one from a TOML file. ``key`` is the setting that names it.
 
-    Raises:
-        ConfigError: there is no such profile or file.
+    Raises a `ConfigError` if there is no such profile or file.
     """
     if name in builtin_profiles():
         return builtin_profiles()[name]

@@ -44,8 +44,7 @@ class Row:
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     """The rows of a JSON file, and which rows are left out and why.
 
-    Raises:
-        ConfigError: the file cannot be read, or holds no list of rows.
+    Raises a `ConfigError` if the file cannot be read, or holds no list of rows.
     """
     rows, left_out = list[Row](), list[str]()
     for number, case in enumerate(read_cases(path), start=1):
@@ -59,11 +58,7 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
 
 
 def read_cases(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSON file, each with what all of them share.
-
-    Raises:
-        ConfigError: it holds no list of rows.
-    """
+    """The rows of a JSON file, each with what all of them share. Raises a `ConfigError` if it holds no list of rows."""
     hint = 'give a JSON file, such as {"gpu": "H100", "cases": [{"command": "train.py …", "step_time_s": 0.5}]}'
     judge = "benchmarks/planner_accuracy.py --points judges published runs in CSV; of this trainer's runs, "
     require(Path(path).suffix.lower() != ".csv", "--points", str(path), judge + hint)

@@ -130,11 +130,7 @@ class BestFirst:
         self.too_large: dict[tuple[int, int], tuple[Workload, float]] = {}
 
     def run(self) -> SearchResult:
-        """Search to the end.
-
-        Raises:
-            ConfigError: no layout is valid, or none fits.
-        """
+        """Search to the end. Raises a `ConfigError` if no layout is valid, or none fits."""
         for turn, group in enumerate(self.space.groups()):
             if turn % 16 == 0:
                 self.progress(self.counts)

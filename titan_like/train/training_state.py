@@ -264,8 +264,7 @@ class TrainingState:
     def _resume(self, is_usable: Callable[[int], bool]) -> bool:
         """Continue from the newest usable checkpoint that loads. Returns whether there was one.
 
-        Raises:
-            RunError: checkpoints exist but none loads, or the checkpoint was trained on other data.
+        Raises a `RunError` if checkpoints exist but none loads, or the checkpoint was trained on other data.
         """
         state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:

@@ -47,8 +47,7 @@ def add_communication(table: Table, ranks: list[int]) -> list[list[Action]]:
 def steps_of_rank(layout: Layout, rank: int, num_microbatches: int, backward: bool) -> list[Action]:
     """One pipeline rank's passes and messages for one batch, in order.
 
-    Raises:
-        ValueError: `schedule_table` refuses.
+    Raises a `ValueError` if `schedule_table` refuses.
     """
     table = schedule_table if backward else forward_table
     actions = table(layout.schedule, layout.pipeline, layout.virtual_stages, num_microbatches)

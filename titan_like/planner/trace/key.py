@@ -49,8 +49,7 @@ class TraceKey(NamedTuple):
     def of(cls, work: Workload) -> TraceKey:
         """The key of a run's recomputed layers, or of all if there are none.
 
-        Raises:
-            ConfigError: the compiler chooses what is recomputed.
+        Raises a `ConfigError` if the compiler chooses what is recomputed.
         """
         hint = "the planner does not predict what the compiler recomputes; set none, full, selective or experts"
         require(work.recompute != "budget", "activation_checkpoint.mode", work.recompute, hint)

@@ -231,10 +231,8 @@ class Program:
     def grown(self, double: Program, samples: int) -> Program:
         """Estimate the program of a larger microbatch from this one, of a single sample, and ``double``, of two.
 
-        Numbers grow in proportion to the samples. Messages and the fullest moments may differ.
-
-        Raises:
-            DifferError: the programs have different operators.
+        Numbers grow in proportion to the samples. Messages and the fullest moments may differ. Raises a `DifferError`
+        if the programs have different operators.
         """
         return Program.from_json(_grown(self.tree, double.tree, samples))
 
