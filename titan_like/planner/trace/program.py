@@ -115,9 +115,7 @@ class Pass:
     def flops(self, recomputed: bool = False, causal: bool = False) -> int:
         """FLOPs of GEMMs and attention.
 
-        Args:
-            recomputed: count what activation checkpointing repeats.
-            causal: count half of an attention matrix with a causal mask.
+        ``recomputed`` counts what activation checkpointing repeats, ``causal`` half of a matrix with a causal mask.
         """
         amounts = [(gemm.recomputed, gemm.flops, count) for gemm, count in self.gemms.items()]
         amounts += [(core.recomputed, core.flops(causal), count) for core, count in self.attention.items()]
