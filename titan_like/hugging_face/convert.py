@@ -44,11 +44,9 @@ from titan_like.models.hugging_face import RefusedError, Stored, architecture_of
 def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
     """Write the checkpoint ``output``/step-0, completely or not at all; returns its path.
 
-    Weights become float32. One of them is in memory at a time.
-
-    Raises:
-        ConfigError: the folder's generation_config.json is invalid.
-        RunError: a file of the folder is damaged, or the checkpoint cannot be written.
+    Weights become float32. One of them is in memory at a time. Raises a `ConfigError` if the folder's
+    generation_config.json is invalid, and a `RunError` if a file of the folder is damaged, or the checkpoint cannot be
+    written.
     """
     final = step_folders.checkpoint_path(output, 0)
     with refusals_of(source.path, "--input"):

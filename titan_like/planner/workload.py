@@ -109,11 +109,6 @@ class Workload(NamedTuple):
         return self.shard * self.context * self.tensor // self.expert_tensor // self.expert
 
     @property
-    def shares_experts(self) -> bool:
-        """Whether other processes hold the experts than hold the rest of a layer."""
-        return (self.expert > 1 or self.tensor > 1) and self.has_experts
-
-    @property
     def has_experts(self) -> bool:
         """Whether any layer of the model has experts."""
         return getattr(self.model, "num_experts", 0) > 0
