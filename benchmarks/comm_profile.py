@@ -46,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     layouts = json.loads((options.search / "results.json").read_text())["layouts"]
     names = [row["layout"] for row in layouts if row["outcome"] == "ok"]
-    rows, left_out = read_rows(str(options.search / "rows.json"), "float32")
+    rows, left_out = read_rows(str(options.search / "rows.json"))
     assert len(rows) == len(names) and not left_out, left_out
     found: dict[int, dict[str, Any]] = {}
     for processes in sorted({row.work.num_gpus for row in rows} - {1}):

@@ -9,8 +9,10 @@ also come from a JSON file, as in `titan_like.planner.rows`.
 
 from __future__ import annotations
 
+import csv
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -20,7 +22,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from benchmarks.stacks import STACKS
-from titan_like.config.errors import reason_of
+from titan_like.config.errors import ConfigError, reason_of
+from titan_like.config.paths import blaming, user_file
 from titan_like.metrics.devices import find_device
 from titan_like.models.config import TransformerConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -30,6 +33,10 @@ from titan_like.models.registry import flavors
 from titan_like.planner import rows
 from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
+
+COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # a CSV file has at least these
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES |= {name: name for name in _DTYPES.values()}
 
 _RECOMPUTE = {  # mode, and every how many layers
     "none": ("none", 1),
@@ -183,13 +190,10 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
         ConfigError: the file cannot be read, or columns are missing or doubled.
     """
     if Path(path).suffix == ".json":
-        own, left_out = rows.read_rows(path, "bfloat16")
-        stated = ((row, find_device(row.gpu).name, f"titan_like; {row.work.dtype}") for row in own)
-        return [
-            Row(row.model, gpu, row.work, row.seconds, row.source, "titan_like", of) for row, gpu, of in stated
-        ], left_out
-    tables, names = rows.read_csv(path, rows.COLUMNS)
-    known = {*rows.COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
+        own, left_out = rows.read_rows(path)
+        return [_own_row(row) for row in own], left_out
+    tables, names = read_csv(path, COLUMNS)
+    known = {*COLUMNS, *_Cells.model_fields, "source", "zero", "recompute"}
     found, left_out = [], [f"column {name}: unknown, so not read" for name in names if name not in known]
     for number, table in enumerate(tables, start=2):
         try:
@@ -197,6 +201,25 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
         except ValueError as error:
             left_out.append(f"line {number}: {error}")
     return found, left_out
+
+
+def read_csv(path: str | Path, needed: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines of a CSV file, and the names of its columns.
+
+    Raises:
+        ConfigError: it cannot be read, or columns are missing or doubled.
+    """
+    refuse = blaming("--points", str(path), "give a readable CSV or JSON file")
+    with user_file(Path(path), refuse, may_stream=True), open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        names = [name for name in reader.fieldnames or [] if name]
+        tables = [{name: text or "" for name, text in table.items()} for table in reader]
+    double = next((name for name in names if names.count(name) > 1), None)
+    missing = next((name for name in needed if name not in names), None)
+    if double or missing:
+        reason = f"has two columns {double}; remove one" if double else f"has no column {missing}"
+        raise ConfigError("--points", str(path), reason)
+    return tables, names
 
 
 def _own_row(row: rows.Row) -> Row:
@@ -352,7 +375,12 @@ def _dtype(notes: str, study: str, default: str) -> str:
         return "float8"
     if study == "bloom" and "bf16" in words:
         return "bfloat16"
-    return default if study in STUDIES else rows.stated_dtype(notes) or default
+    return default if study in STUDIES else _stated_dtype(notes) or default
+
+
+def _stated_dtype(notes: str) -> str | None:
+    """The data type that a row's notes name."""
+    return next((dtype for word, dtype in _DTYPES.items() if re.search(rf"\b{word}\b", notes.lower())), None)
 
 
 def _seconds(work: Workload, gpus: int, tflops_per_gpu: float | None, notes: str) -> float:

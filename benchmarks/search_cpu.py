@@ -71,7 +71,7 @@ def main() -> None:
     measure(out, counts, more)
     layouts = json.loads((out / "results.json").read_text())["layouts"]
     measured = [row for row in layouts if row["outcome"] == "ok"]
-    rows, left_out = read_rows(out / "rows.json", "float32")
+    rows, left_out = read_rows(out / "rows.json")
     assert len(rows) == len(measured) and not left_out, left_out
     calibrated: list[dict[str, Any]] = []
     for count in counts:

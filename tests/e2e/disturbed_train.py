@@ -8,10 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from titan_like.checkpoint import loader
 from titan_like.commands import train
 from titan_like.config.load import run_command
 from titan_like.parallel.model import WholeModel
-from titan_like.train import job
 
 forward_backward = WholeModel.forward_backward
 calls = 0
@@ -34,6 +34,6 @@ def disturbed_step(self: WholeModel, *args: object) -> None:
 ARGUMENTS = list(sys.argv)
 sys.argv = [argument for argument in sys.argv if not argument.startswith("--disturb")]
 if "--disturb=impatient" in ARGUMENTS:
-    job._TIME_TO_END = 1.0
+    loader._TIME_TO_END = 1.0
 WholeModel.forward_backward = disturbed_step  # type: ignore[method-assign,assignment]
 run_command(train.main)

@@ -102,7 +102,7 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert rows[0]["step_time_s"] == min(record["step_time_s"] for record in measured[1:])  # the lower one of two
     assert rows[0]["tokens_per_second"] == pytest.approx(4 * 16 / rows[0]["step_time_s"])
     assert all(f"does not divide the {row['processes']} processes" in row["reason"] for row in rows[2:])
-    read, left_out = read_rows(out / "rows.json", "float32")
+    read, left_out = read_rows(out / "rows.json")
     assert [row.seconds for row in read] == [row["step_time_s"] for row in rows[:2]] and not left_out
     best = max(rows[:2], key=lambda row: row["tokens_per_second"])
     run = resolve_settings(load_config(["--job.config_file", str(out / "best.toml")]), best["processes"])

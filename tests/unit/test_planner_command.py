@@ -1,5 +1,4 @@
 import contextlib
-import csv
 import io
 import json
 import re
@@ -241,20 +240,15 @@ def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):
     words = ["--training.steps=1", "--model.flavor=7.5b", "--training.global_batch_size=128", "--cluster.gpu=A100",
              "--cluster.nodes=8", "--cluster.gpus_per_node=8", "--training.dtype=bfloat16"]  # fmt: skip
     truth = load_profile("fsdp_a100").changed(gemm_efficiency=0.7, nvlink_efficiency=0.5)
-    points, out, runs = tmp_path / "points.csv", tmp_path / "mine.toml", []
-    with points.open("w", newline="") as file:
-        writer = csv.writer(file)
-        columns = "model layers hidden heads seq vocab gpu gpus tp zero mbs gbs seq_parallel step_time_s notes"
-        writer.writerow(columns.split())
-        for tensor, zero, micro in ((8, 1, 4), (4, 3, 2), (2, 3, 1), (8, 0, 2)):
-            run = load_config([*words, f"--parallelism.tensor_parallel_degree={tensor}",
-                               f"--parallelism.zero_stage={zero}", f"--training.micro_batch_size={micro}"])  # fmt: skip
-            found = predict(run, truth)
-            model, seconds = found.work.model, found.time.total
-            shape = model.num_layers, model.hidden_size, model.num_attention_heads, found.work.seq_len, model.vocab_size
-            layout = "A100-80GB", 64, tensor, zero, micro, 128, 0, seconds
-            writer.writerow([f"m{tensor}", *shape, *layout, "mine"])
-            runs.append((run, seconds))
+    points, out, runs, cases = tmp_path / "points.json", tmp_path / "mine.toml", [], []
+    for tensor, zero, micro in ((8, 1, 4), (4, 3, 2), (2, 3, 1), (8, 0, 2)):
+        settings = [*words, f"--parallelism.tensor_parallel_degree={tensor}",
+                    f"--parallelism.zero_stage={zero}", f"--training.micro_batch_size={micro}"]  # fmt: skip
+        run = load_config(settings)
+        seconds = predict(run, truth).time.total
+        cases.append({"model": f"m{tensor}", "command": " ".join(["train.py", *settings]), "step_time_s": seconds})
+        runs.append((run, seconds))
+    points.write_text(json.dumps({"gpu": "A100-80GB", "gpus": 64, "cases": cases}))
     done = plan("calibrate", "--points", points, "--profile", "fsdp_a100", "--out", out)
     assert done.returncode == 0, done.stderr
     assert "gemm_efficiency" in done.stdout
@@ -281,11 +275,12 @@ def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):
         (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--tflops", "313"], "peak of A100-80GB"),
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--params", "0"], "--params"),
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus"], "expected one argument"),
-        (["calibrate", "--profile", "selene_2021", "--points", "no.csv", "--out", "mine"], "ends with .toml"),
+        (["calibrate", "--profile", "selene_2021", "--points", "no.json", "--out", "mine"], "ends with .toml"),
         (["search", "--job.config_file", "train_configs/gpt_7.5b.toml", "--gpus", "10000000"], "at most 1,000,000"),
         (["predict", "--job.config_file", "train_configs/gpt_1t.toml", "--profile", ""], "--profile"),
         (["calibrate", "--profile", "selene_2021"], "--points"),
-        (["calibrate", "--profile", "selene_2021", "--points", "no.csv"], "--points"),
+        (["calibrate", "--profile", "selene_2021", "--points", "no.json"], "--points"),
+        (["calibrate", "--profile", "selene_2021", "--points", "no.csv"], "benchmarks/planner_accuracy.py"),
         (["duration", "--job.config_file", "train_configs/gpt_1t.toml", "--tflops", "1e-300"], "at least 1e-06"),
     ],
 )

@@ -63,7 +63,7 @@ def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "profile mine on CPU" in done.stdout
     assert json.loads(target.read_text())["predict"]["step_seconds"]["total"] > 0
-    done = plan("calibrate", "--profile", out, "--points", tmp_path / "no.csv")
+    done = plan("calibrate", "--profile", out, "--points", tmp_path / "no.json")
     assert "--points" in done.stderr  # it is past the profile
 
 

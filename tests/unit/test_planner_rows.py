@@ -9,16 +9,13 @@ import pytest
 
 from benchmarks.measured_rows import read_rows, row_from, study_of
 from benchmarks.published_rows import published_rows
-from titan_like.config import ConfigError, load_config
+from titan_like.config import ConfigError
 from titan_like.metrics.flops import model_flops_per_token
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
-from titan_like.models.registry import model_config
-from titan_like.parallel.layout import Layout
 from titan_like.planner import rows
 from titan_like.planner.commands.calibrate import usable
 from titan_like.planner.profile import builtin_profiles
-from titan_like.planner.workload import workload_of
 
 ROWS = published_rows()
 OWN = {
@@ -98,53 +95,6 @@ def test_recomputation_is_read_whatever_its_case(words, mode, every):
     assert (row_from(table).work.recompute, row_from(table).work.recompute_every) == (mode, every)
 
 
-def test_a_line_of_a_user_s_file_is_a_run_of_this_trainer():
-    row = rows.row_of_line(OWN, "float16")
-    words = [
-        "--model.overrides.num_layers=24", "--model.overrides.hidden_size=1024", "--training.micro_batch_size=16",
-        "--model.overrides.num_attention_heads=16", "--model.overrides.vocab_size=50257", "--training.seq_len=1024",
-        "--training.global_batch_size=64", "--parallelism.tensor_parallel_degree=2", "--parallelism.zero_stage=1",
-        "--parallelism.sequence_parallel=true", "--training.dtype=float16",
-    ]  # fmt: skip
-    config = load_config(words)
-    model = model_config(config.model)
-    assert row.work == workload_of(config, model, Layout(1, 1, 4, 1, 2, sequence_parallel=True))
-    assert (row.seconds, row.source) == (1.0, "A100-80GB")
-    assert rows.row_of_line(OWN | {"notes": "mine; bf16"}, "float16").work.dtype == "bfloat16"
-    work = rows.row_of_line(OWN | {"tp": "1", "pp": "4", "seq_parallel": "0", "recompute": "Full"}, "float16").work
-    assert (work.micro_batch_size, work.schedule, work.virtual_stages) == (1, "interleaved_1f1b", 6)
-    assert (work.recompute, work.sequence_parallel) == ("full", False)
-    rate = rows.row_of_line(OWN | {"step_time_s": "", "tflops_per_gpu": "100"}, "float16").seconds
-    assert rate == pytest.approx(model_flops_per_token(model, 1024) * 64 * 1024 / 8e14)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"gbs": "63"}, "training.global_batch_size = 63"),
-        ({"gpus": "12", "tp": "8"}, "does not divide the 12 processes"),
-        ({"dp": "8"}, "parallelism.data_parallel_shard_degree = 8"),
-        ({"heads": ""}, "heads is not stated"),
-        ({"heads": "17"}, "num_attention_heads 17 does not divide"),
-        ({"tp": "0"}, "tp = 0: must be a whole number"),
-        ({"mbs": "many"}, "mbs = many: must be a whole number"),
-        ({"layers": "1000000000"}, "should be less than or equal to 2048"),
-        ({"pp": "4", "vp": "24"}, "96 stages for 24 layers"),
-        ({"zero": "9"}, "zero_stage = 9"),
-        ({"recompute": "banana"}, 'mode = "banana"'),
-        ({"seq_parallel": "perhaps"}, 'sequence_parallel = "perhaps"'),
-        ({"step_time_s": "nan"}, "a step of nan s"),
-        ({"step_time_s": ""}, "neither step_time_s nor tokens_per_second nor tflops_per_gpu"),
-        ({"ep": "8"}, "experts have no columns; give the run as JSON"),
-        ({"notes": "mine fp8"}, "not predicted"),
-        ({None: ["left over"]}, "more cells than the file has columns"),
-    ],
-)
-def test_lines_that_cannot_be_are_refused(change, problem):
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        rows.row_of_line(OWN | change, "float16")
-
-
 def test_rows_that_a_profile_cannot_predict_are_named():
     good = next(row for row in ROWS if row.study == "korthikanti_t5")
     other = replace(good, work=good.work._replace(dtype="float8"))
@@ -176,10 +126,14 @@ def test_runs_of_this_trainer_are_read_from_their_commands(tmp_path):
         run | {"tokens_per_second": 0},
         {"command": "train.py --model.familly=gpt", "tokens_per_second": 1},
         {"tokens_per_second": 1},
+        run | {"model": "mine", "tflops_per_gpu": 100, "gpus": 2, "source": "a run"},
     ]
     path.write_text(json.dumps({"machine": {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.13"}, "cases": cases}))
-    found, left_out = rows.read_rows(path, "bfloat16")
+    found, left_out = rows.read_rows(path)
+    rate = found.pop()
     assert [(row.seconds, row.work.num_gpus, row.work.microbatches) for row in found] == [(0.5, 1, 2), (0.5, 2, 1)]
+    assert (rate.model, rate.source) == ("mine", "a run")
+    assert rate.seconds == pytest.approx(model_flops_per_token(rate.work.model, 256) * 4 * 256 / 2e14)
     assert found[0].adapted(builtin_profiles()["fsdp_a100"]).device.name == "H100-80GB"
     assert found[0].work.compiled
     assert type(found[0].work.model) is LlamaConfig
@@ -188,7 +142,9 @@ def test_runs_of_this_trainer_are_read_from_their_commands(tmp_path):
     assert "tokens_per_second" in left_out[0]
     path.write_text('{"runs": []}')
     with pytest.raises(ConfigError, match="no list of rows"):
-        rows.read_rows(path, "bfloat16")
+        rows.read_rows(path)
+    with pytest.raises(ConfigError, match=r"planner_accuracy\.py --points .* JSON file"):
+        rows.read_rows(tmp_path / "points.csv")
 
 
 def test_a_llama_with_an_mlp_four_times_as_wide_is_known_by_its_name():

@@ -362,7 +362,7 @@ def test_rows_are_read_by_calibrate_and_the_best_file_trains(tmp_path: Path) -> 
             runs.append((case.config, results.row_of(case.config, case.processes, found)))
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(results.calibration_rows(runs, 8, "CPU")))
-    rows, left_out = read_rows(path, "float32")
+    rows, left_out = read_rows(path)
     assert not left_out
     assert [(one.work.num_gpus, one.work.tensor, one.work.shard, one.seconds) for one in rows] == [
         (1, 1, 1, 1.5),

@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from titan_like.checkpoint import step_folders
 from titan_like.checkpoint.changes import schedule_of
-from titan_like.checkpoint.step_folders import (
-    RunState,
-    checkpoint_folder,
-    checkpoint_path,
-    complete_steps,
-    leftover_bytes,
-    read_run_state,
-)
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.schema import Data, JobConfig, LoRA
 from titan_like.config.urls import RemotePath
@@ -52,7 +45,7 @@ def check_same_run(path: Path, config: JobConfig, model: TransformerConfig, resu
     A damaged checkpoint passes and fails when it is loaded. Raises an `OtherRunError` for the first difference.
     """
     try:
-        state = read_run_state(path)
+        state = step_folders.read_run_state(path)
     except (OSError, ValueError):
         return
     compared, now = _of_model(state, config, model), config.model_dump(mode="json")
@@ -83,7 +76,7 @@ def _is_copied(spec: str, path: Path, section: Data) -> bool:
         return False
 
 
-def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
+def _of_model(state: step_folders.RunState, config: JobConfig, model: TransformerConfig) -> list[tuple[str, Any, Any]]:
     """(setting, value, value in the checkpoint) for the model's family and shape."""
     shape, fields = model.model_dump(mode="json"), type(model).model_fields
     family = ("model.family", config.model.family, state.config["model"]["family"])
@@ -94,7 +87,7 @@ def _of_model(state: RunState, config: JobConfig, model: TransformerConfig) -> l
 
 def usable_steps(folder: Path, load_step: int | None) -> list[int]:
     """The steps of a run's checkpoints, or only ``load_step``. Raises a `ConfigError` if that is missing."""
-    steps = complete_steps(folder)
+    steps = step_folders.complete_steps(folder)
     if load_step is None:
         return steps
     hint = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
@@ -102,11 +95,11 @@ def usable_steps(folder: Path, load_step: int | None) -> list[int]:
     return [load_step]
 
 
-def newest_state(folder: Path, steps: list[int]) -> RunState | None:
+def newest_state(folder: Path, steps: list[int]) -> step_folders.RunState | None:
     """The newest readable `run.json`; None if there is none. `resume` reports damaged checkpoints."""
     for step in reversed(steps):
         with suppress(OSError, ValueError):
-            return read_run_state(checkpoint_path(folder, step))
+            return step_folders.read_run_state(step_folders.checkpoint_path(folder, step))
     return None
 
 
@@ -138,24 +131,21 @@ def check_writable(key: str, folder: Path, make: bool) -> None:
 def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path, make: bool) -> bool:
     """Check that the run can save to its checkpoint folder and resume from it. If ``make``, create the folder.
 
-    Returns whether there is a checkpoint to resume from.
-
-    Raises:
-        ConfigError: the folder cannot be used, its checkpoints belong to another run, or the learning rate's decay does
-            not fit the resumed run.
+    Returns whether there is a checkpoint to resume from. Raises a `ConfigError` if the folder cannot be used, its
+    checkpoints belong to another run, or the learning rate's decay does not fit the resumed run.
     """
     check_writable("checkpoint.folder", folder, make)
     steps = usable_steps(folder, config.checkpoint.load_step)
     if config.training.epochs is None:  # else the length depends on the data
         check_schedule(config)
     for step in steps[-1:]:
-        check_same_run(checkpoint_path(folder, step), config, model)
+        check_same_run(step_folders.checkpoint_path(folder, step), config, model)
     return bool(steps)
 
 
 def check_schedule(config: JobConfig) -> None:
     """Raise a `ConfigError` if the learning rate's decay does not fit the new or resumed run."""
-    state, folder = None, checkpoint_folder(config)
+    state, folder = None, step_folders.checkpoint_folder(config)
     if config.checkpoint.enable:
         state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
     schedule = schedule_of(config, state)
@@ -166,7 +156,7 @@ def check_room(folder: Path, needed: int) -> None:
     """Refuse a checkpoint folder whose disk has no room for a checkpoint of ``needed`` bytes."""
     if isinstance(folder, RemotePath):
         return
-    free = shutil.disk_usage(folder).free + leftover_bytes(folder)
+    free = shutil.disk_usage(folder).free + step_folders.leftover_bytes(folder)
     reason = f"a checkpoint needs {needed / 2**30:.3g} GiB, but the disk has {free / 2**30:.3g} GiB left"
     require(free >= needed, "checkpoint.folder", str(folder), f"{reason}; make room, or name a folder on another disk")
 

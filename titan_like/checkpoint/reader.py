@@ -90,9 +90,8 @@ class TensorReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Names, shapes and places of the stored tensors. The file is read only once.
 
-        Raises:
-            pickle.UnpicklingError: the file holds anything else, places a tensor outside the checkpoint's folder, or
-                lacks parts of a tensor.
+        Raises a `pickle.UnpicklingError` if the file holds anything else, places a tensor outside the checkpoint's
+        folder, or lacks parts of a tensor.
         """
         if self._metadata is not None:
             return self._metadata

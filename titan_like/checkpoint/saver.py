@@ -23,18 +23,8 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, 
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor
 
+from titan_like.checkpoint import step_folders
 from titan_like.checkpoint.loader import first_failure, in_parts
-from titan_like.checkpoint.step_folders import (
-    RunState,
-    begin_checkpoint,
-    checkpoint_path,
-    complete,
-    complete_checkpoint,
-    flush,
-    sweep,
-    unfinished_path,
-    upload,
-)
 from titan_like.config.errors import first_line
 from titan_like.config.monitoring import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
@@ -83,7 +73,7 @@ class DurableFiles(FileSystem):
                 stream.write(self.mark)
             yield stream
         if mode == "wb":  # not by torch's writer, which does not empty its own buffer before
-            flush(path)
+            step_folders.flush(path)
 
 
 class TensorWriter(FileSystemWriter):
@@ -114,18 +104,18 @@ class Saver:
         # Created before training, where a failure costs least, and only for runs that save, because gloo polls.
         self._group = background_group() if section.enable or section.hugging_face_interval else None
         if section.hugging_face_interval and dist.get_rank() == 0:
-            sweep(exports_to)
+            step_folders.sweep(exports_to)
         self._save: _Save | None = None
         self._copies: Tensors = {}
         self.files: dict[str, bytes] = {}  # files that rank 0 adds to each checkpoint, by name
         # Called in the thread before it copies, with the event `_Save.is_awaited`.
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
 
-    def save(self, tensors: Tensors, run: RunState, saves: bool = True, exports: bool = False) -> None:
+    def save(self, tensors: Tensors, run: step_folders.RunState, saves: bool = True, exports: bool = False) -> None:
         """Write a checkpoint, a Hugging Face folder or both, perhaps in the background; `finish` has the outcome."""
         assert self._save is None and self._group is not None
         self._due = [folder for folder, is_due in ((self.folder, saves), (self.exports_to, exports)) if is_due]
-        self._save = _Save([checkpoint_path(folder, run.step) for folder in self._due])
+        self._save = _Save([step_folders.checkpoint_path(folder, run.step) for folder in self._due])
         self._saved: list[Path] = []
         if not self.in_background:
             self._save.reason = self._write(tensors, run)
@@ -165,7 +155,9 @@ class Saver:
             raise SaveError(f"{path} is not saved ({save.reason}); earlier checkpoints are intact", self._saved)
         return self._saved
 
-    def _copy_and_write(self, save: _Save, tensors: Tensors, run: RunState, ready: torch.cuda.Event | None) -> None:
+    def _copy_and_write(
+        self, save: _Save, tensors: Tensors, run: step_folders.RunState, ready: torch.cuda.Event | None
+    ) -> None:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
@@ -201,38 +193,38 @@ class Saver:
         copy.copy_(part, non_blocking=True)
         return with_local_tensor(tensor, copy) if isinstance(tensor, DTensor) else copy
 
-    def _write(self, tensors: Tensors, run: RunState) -> str | None:
+    def _write(self, tensors: Tensors, run: step_folders.RunState) -> str | None:
         """Why a folder could not be written, the same on every rank; None if all are written."""
         exports, step = self.exports_to in self._due, run.step
-        weights = unfinished_path(self.exports_to, step) / "weights"  # removed again
+        weights = step_folders.unfinished_path(self.exports_to, step) / "weights"  # removed again
         folder = self.folder if self.folder in self._due else weights
         reason = self._not_finite(tensors)
         if reason is None and exports:
-            reason = self._on_first_rank(partial(begin_checkpoint, self.exports_to, step))
+            reason = self._on_first_rank(partial(step_folders.begin_checkpoint, self.exports_to, step))
         reason = reason or self._write_checkpoint(tensors, run, folder)
         if reason is None and exports:
-            reason = self._write_export(checkpoint_path(folder, step), weights, step)
+            reason = self._write_export(step_folders.checkpoint_path(folder, step), weights, step)
         if reason is not None:
             for folder in self._due:
-                self._on_first_rank(partial(sweep, folder))
+                self._on_first_rank(partial(step_folders.sweep, folder))
         return reason
 
-    def _write_checkpoint(self, tensors: Tensors, run: RunState, folder: Path) -> str | None:
-        reason = self._on_first_rank(partial(begin_checkpoint, folder, run.step))
+    def _write_checkpoint(self, tensors: Tensors, run: step_folders.RunState, folder: Path) -> str | None:
+        reason = self._on_first_rank(partial(step_folders.begin_checkpoint, folder, run.step))
         if reason is None:
             try:
                 mark = [uuid4().hex]
                 dist.broadcast_object_list(mark, src=0, group=self._group)
-                writer = TensorWriter(unfinished_path(folder, run.step), mark[0])
+                writer = TensorWriter(step_folders.unfinished_path(folder, run.step), mark[0])
                 dcp.save(in_parts(tensors), storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 reason = self._explained(first_failure(error), tensors, folder)
         if reason is None:
             # After skipped steps the weights may be bad, so keep all older checkpoints.
             keep = self.keep_latest if run.consecutive_skips == 0 else 0
-            reason = self._on_first_rank(partial(complete_checkpoint, folder, run, keep, self.files))
+            reason = self._on_first_rank(partial(step_folders.complete_checkpoint, folder, run, keep, self.files))
         if reason is None and folder == self.folder:
-            self._saved.append(checkpoint_path(folder, run.step))
+            self._saved.append(step_folders.checkpoint_path(folder, run.step))
         return reason
 
     def _write_export(self, checkpoint: Path, weights: Path, step: int) -> str | None:
@@ -243,12 +235,12 @@ class Saver:
             reason = self._on_each_rank(partial(self.export, checkpoint, folder, (rank, dist.get_world_size())))
             reason = reason or self._on_first_rank(partial(remove, weights))
             if isinstance(unfinished, RemotePath):
-                put = partial(upload, folder, unfinished)
+                put = partial(step_folders.upload, folder, unfinished)
                 for is_turn in (rank > 0, rank == 0):  # the file that makes it complete is rank 0's
                     reason = reason or self._on_each_rank(put if is_turn else lambda: None)
-        reason = reason or self._on_first_rank(partial(complete, self.exports_to, step, self.keep_latest))
+        reason = reason or self._on_first_rank(partial(step_folders.complete, self.exports_to, step, self.keep_latest))
         if reason is None:
-            self._saved.append(checkpoint_path(self.exports_to, step))
+            self._saved.append(step_folders.checkpoint_path(self.exports_to, step))
         return reason
 
     def _explained(self, reason: str, tensors: Tensors, folder: Path) -> str:

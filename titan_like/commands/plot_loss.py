@@ -17,15 +17,7 @@ from titan_like.config import load_config
 from titan_like.config.errors import printable, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, check_output_file, write_json
-from titan_like.metrics.loss_curve import (
-    Curve,
-    compare_runs,
-    draw_losses,
-    read_losses,
-    text_curve,
-    text_curves,
-    text_table,
-)
+from titan_like.metrics import loss_curve
 from titan_like.metrics.run_files import METRICS_FILE
 from titan_like.metrics.timeline_plot import can_draw, check_picture
 
@@ -44,12 +36,12 @@ def main(argv: list[str]) -> int:
     width = min(100, shutil.get_terminal_size().columns - 10)
     losses = {name: curves["loss"] for name, curves in runs.items()}
     if len(runs) == 1 and (sys.stdout.encoding or "").lower().startswith("utf"):
-        print(text_curve(next(iter(losses.values())), width))
+        print(loss_curve.text_curve(next(iter(losses.values())), width))
     else:
-        print(text_curves(losses, width, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    rows = compare_runs(folders) if len(runs) > 1 or options.json else {}
+        print(loss_curve.text_curves(losses, width, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    rows = loss_curve.compare_runs(folders) if len(runs) > 1 or options.json else {}
     if len(runs) > 1:
-        print(text_table(rows, list(runs)))
+        print(loss_curve.text_table(rows, list(runs)))
     write_json(options.json, {"runs": rows})
     picture = Path(options.out or paths[0] / "loss.png")
     if not can_draw():
@@ -57,14 +49,14 @@ def main(argv: list[str]) -> int:
         return 0
     check_picture("--out", str(picture))
     check_output_file("--out", str(picture))
-    draw_losses(runs, picture)
+    loss_curve.draw_losses(runs, picture)
     print(f"drawn in {printable(str(picture))}")
     return 0
 
 
-def _curves(folder: Path, key: str) -> dict[str, Curve]:
+def _curves(folder: Path, key: str) -> dict[str, loss_curve.Curve]:
     path = folder / METRICS_FILE
-    curves = read_losses(path) if path.is_file() else {}
+    curves = loss_curve.read_losses(path) if path.is_file() else {}
     require("loss" in curves, key, str(folder), f"has no {METRICS_FILE} with a loss; train the run first")
     return curves
 

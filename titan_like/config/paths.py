@@ -26,9 +26,8 @@ SHIPPED = Path(__file__).parents[1] / "train_configs"
 def expanded(text: str, takes_urls: bool = False) -> str:
     """A path with ``~``, ``$NAME`` and ``${NAME}`` replaced, as a shell would.
 
-    Raises:
-        ValueError: the path is empty, names an environment variable that is not set, or is a URL that is not allowed
-            here or not supported; the message is the predicate of a sentence.
+    Raises a `ValueError` if the path is empty, names an environment variable that is not set, or is a URL that is not
+    allowed here or not supported; the message is the predicate of a sentence.
     """
     for plain, braced in _VARIABLE.findall(text):
         name = plain or braced

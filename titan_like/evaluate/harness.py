@@ -70,13 +70,9 @@ def find_tasks(
 ) -> tuple[list[str], HarnessTasks]:
     """Find the harness's tasks, and the tasks that YAML files in ``folder`` describe.
 
-    ``num_fewshot`` and ``runs_code`` are `HarnessTasks`'s.
-
-    Returns:
-        The names, in which patterns such as ``mmlu_*`` are filled in by single tasks, and what builds their tasks.
-
-    Raises:
-        ConfigError: no task has one of the names. The harness skips files that it cannot read.
+    ``num_fewshot`` and ``runs_code`` are `HarnessTasks`'s. Returns the names, in which patterns such as ``mmlu_*`` are
+    filled in by single tasks, and what builds their tasks. Raises a `ConfigError` if no task has one of the names. The
+    harness skips files that it cannot read.
     """
     manager = HarnessTasks(include_path=folder, include_defaults=False) if folder is not None else None
     if manager is None or not set(names) <= set(manager.all_subtasks):

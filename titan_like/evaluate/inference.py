@@ -101,10 +101,8 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
 def find_checkpoint(config: JobConfig) -> Path:
     """The newest checkpoint of a run, or the one that `checkpoint.load_step` or `checkpoint.folder` itself selects.
 
-    For a run without checkpoints it is the folder that `model.from` names.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it belongs to another model.
+    For a run without checkpoints it is the folder that `model.from` names. Raises a `ConfigError` if there is no such
+    checkpoint, or it belongs to another model.
     """
     path, step = checkpoint_folder(config), config.checkpoint.load_step
     if not is_checkpoint(path) or step not in (None, step_of(path)):

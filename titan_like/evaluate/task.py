@@ -46,8 +46,7 @@ def sliding_windows(tokens: np.ndarray, seq_len: int, stride: int, num_given: in
 def ending_window(context: Sequence[int], target: Sequence[int], seq_len: int) -> Window:
     """The window that scores ``target`` after as much of ``context`` as fits; the rest is cut from its left.
 
-    Raises:
-        ValueError: the context is empty, or the target is empty or has more than ``seq_len`` tokens.
+    Raises a `ValueError` if the context is empty, or the target is empty or has more than ``seq_len`` tokens.
     """
     if not context or not 0 < len(target) <= seq_len:
         raise ValueError(f"{len(target)} tokens after {len(context)} cannot be scored in a window of {seq_len}")
@@ -84,10 +83,8 @@ def read_file(path: Path) -> str | list[tuple[int, str]]:
     """The text of a file, without a byte-order mark, or the texts of a file of records, with their numbers from 1.
 
     Records are the rows of a parquet or arrow file, with their text in the column "text", or the lines of a file of
-    JSON objects or the elements of a JSON array, with their text under "text".
-
-    Raises:
-        UnreadableError: the file is damaged or not UTF-8, or a record has no text.
+    JSON objects or the elements of a JSON array, with their text under "text". Raises an `UnreadableError` if the file
+    is damaged or not UTF-8, or a record has no text.
     """
     texts = [record for piece, _ in read_pieces(path, _KEY) for record in texts_of(piece, _KEY)]
     has_records = kind_of(path, _KEY) != "text"

@@ -16,16 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from titan_like.checkpoint import step_folders
 from titan_like.checkpoint.loader import CheckpointWeights, first_failure
 from titan_like.checkpoint.saver import TensorWriter
-from titan_like.checkpoint.step_folders import (
-    RunState,
-    checkpoint_path,
-    flush,
-    write_durably,
-    write_run_state,
-    written_aside,
-)
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
@@ -51,16 +44,14 @@ from titan_like.models.hugging_face import RefusedError, Stored, architecture_of
 def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
     """Write the checkpoint ``output``/step-0, completely or not at all; returns its path.
 
-    Weights become float32. One of them is in memory at a time.
-
-    Raises:
-        ConfigError: the folder's generation_config.json is invalid.
-        RunError: a file of the folder is damaged, or the checkpoint cannot be written.
+    Weights become float32. One of them is in memory at a time. Raises a `ConfigError` if the folder's
+    generation_config.json is invalid, and a `RunError` if a file of the folder is damaged, or the checkpoint cannot be
+    written.
     """
-    final = checkpoint_path(output, 0)
+    final = step_folders.checkpoint_path(output, 0)
     with refusals_of(source.path, "--input"):
         end_ids(source.path)  # reads what is copied
-    with written_aside(final) as aside:
+    with step_folders.written_aside(final) as aside:
         copy_files(source.path, aside, (*tokenizer_names(source.path), GENERATION_FILE))
         planner = _ReadsOnDemand(source)
         # One file per weight, because torch keeps all weights of a file in memory until it is written.
@@ -74,12 +65,12 @@ def from_hugging_face(source: HuggingFaceFolder, output: Path) -> Path:
             raise RunError(f"{source.path} cannot be converted ({first_failure(error)})") from error
         dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
         content = {"config": source.fields, "dtypes": dtypes, "source": str(source.path.absolute())}
-        write_durably(aside / ORIGIN_FILE, json.dumps(content, indent=2))
-        write_run_state(aside, _run_state(source, final))
+        step_folders.write_durably(aside / ORIGIN_FILE, json.dumps(content, indent=2))
+        step_folders.write_run_state(aside, _run_state(source, final))
     return final
 
 
-def _run_state(source: HuggingFaceFolder, path: Path) -> RunState:
+def _run_state(source: HuggingFaceFolder, path: Path) -> step_folders.RunState:
     shape = source.model.model_dump(mode="json", exclude_none=True)
     tokenizer = tokenizer_in(source.path, None if isinstance(path, RemotePath) else path)
     settings = {"model": {"family": source.family, "flavor": FLAVOR, "flavors": {FLAVOR: shape}}}
@@ -88,7 +79,7 @@ def _run_state(source: HuggingFaceFolder, path: Path) -> RunState:
     if tokenizer is None:
         del config["data"]["tokenizer"]  # its tokens are not bytes
     versions = {name: version(name) for name in ("torch", "safetensors")}
-    return RunState(0, 0, 0, 0, 1.0, 0, source.model.model_dump(mode="json"), config, versions=versions)
+    return step_folders.RunState(0, 0, 0, 0, 1.0, 0, source.model.model_dump(mode="json"), config, versions=versions)
 
 
 class _ReadsOnDemand(DefaultSavePlanner):
@@ -115,7 +106,7 @@ def to_hugging_face(
     weights: CheckpointWeights, output: Path, dtype: torch.dtype | None, most_bytes: int, tokenizer: str | None
 ) -> list[Path]:
     """Write a folder, completely or not at all; returns the weight files. Arguments and errors are `write_folder`'s."""
-    with written_aside(output) as aside:
+    with step_folders.written_aside(output) as aside:
         return [output / file for file in write_folder(weights, aside, dtype, most_bytes, tokenizer)]
 
 
@@ -179,10 +170,10 @@ def write_folder(
             config = _config(
                 origin.fields | {"text_config": None}, {"text_config": config}, tokens, first, architecture
             )
-        write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        step_folders.write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_durably(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
+            step_folders.write_durably(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
     files = list(split.filename_to_tensors)
     places: dict[str, tuple[Path, int]] = {}
     for file in files[number :: share[1]]:
@@ -200,7 +191,7 @@ def write_folder(
                 opened.seek(offset)
                 opened.write(tensor.to(empty[name].dtype).contiguous().flatten().view(torch.uint8).numpy().data)
     for path in {path for path, _ in places.values()}:
-        flush(path)
+        step_folders.flush(path)
     return files
 
 

@@ -51,11 +51,9 @@ _SMALL = [*COMPANIONS, *TOKENIZER_FILES, TEMPLATES]  # without the index of the 
 def local_folder(name: str, key: str, weights: bool = True) -> Path:
     """The folder of a path, or of org/name on the hub or a URL, which is downloaded once.
 
-    A path that exists comes first. A run's folder means its newest checkpoint. Errors name the setting ``key``.
-    Without ``weights`` only small files are downloaded.
-
-    Raises:
-        ConfigError: there is no such folder, and the hub does not have the repository or cannot be reached.
+    A path that exists comes first. A run's folder means its newest checkpoint. Errors name the setting ``key``. Without
+    ``weights`` only small files are downloaded. Raises a `ConfigError` if there is no such folder, and the hub does not
+    have the repository or cannot be reached.
     """
     if isinstance(path := path_of(name), RemotePath) and is_hugging_face(path):
         if not weights:
@@ -121,10 +119,8 @@ class HuggingFaceFolder:
 def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> HuggingFaceFolder:
     """Check a folder, which the setting ``key`` names, without reading its tensors.
 
-    ``ignore`` names fields of config.json, such as rope_scaling.factor, without which it is read.
-
-    Raises:
-        ConfigError: it does not contain a model of a known family, or its files are inconsistent.
+    ``ignore`` names fields of config.json, such as rope_scaling.factor, without which it is read. Raises a
+    `ConfigError` if it does not contain a model of a known family, or its files are inconsistent.
     """
     fields, family, model = read_model(path, key, ignore)
     with refusals_of(path, key):

@@ -110,8 +110,7 @@ def _adapters(model: TransformerConfig, section: LoRA) -> dict[str, Adapter]:
 def stored_adapters(model: TransformerConfig, section: LoRA, model_type: Any) -> Iterator[StoredAdapter]:
     """Every adapter of a model whose base is of the class with ``model_type``.
 
-    Raises:
-        ConfigError: transformers has no module for one of them.
+    Raises a `ConfigError` if transformers has no module for one of them.
     """
     stored = stored_linears(model, model_type)
     for name, adapter in _adapters(model, section).items():
@@ -279,8 +278,7 @@ def lora_of(weights: CheckpointWeights) -> LoRA:
 class MergedWeights(CheckpointWeights):
     """The weights of a checkpoint of adapters, added to those that they were trained on.
 
-    Raises:
-        ConfigError: these are not there any more, or have changed.
+    Raises a `ConfigError` if these are not there any more, or have changed.
     """
 
     @cached_property

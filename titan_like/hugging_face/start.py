@@ -44,10 +44,7 @@ class Start(NamedTuple):
 def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
     """Read the settings that follow from a Hugging Face folder or a checkpoint, which the setting ``key`` names.
 
-    ``ignore`` is `model.ignore_fields`.
-
-    Raises:
-        ConfigError: it is neither, or its files are inconsistent.
+    ``ignore`` is `model.ignore_fields`. Raises a `ConfigError` if it is neither, or its files are inconsistent.
     """
     base, named = base_of(name, key, weights=False), local_folder(name, key, weights=False)
     path, lora = local_folder(base, key, weights=False), peft_settings(named, key) if is_peft(named) else {}
@@ -90,10 +87,8 @@ def plain(value: Any) -> Any:
 def with_start(config: JobConfig) -> JobConfig:
     """A configuration in which `model.from` has become the family, shape, tokenizer and initial weights of its folder.
 
-    A run that resumes reads them from its own checkpoint, and does not need the folder.
-
-    Raises:
-        ConfigError: the folder cannot be used, or settings contradict it: a line for each of them.
+    A run that resumes reads them from its own checkpoint, and does not need the folder. Raises a `ConfigError` if the
+    folder cannot be used, or settings contradict it: a line for each of them.
     """
     source = config.model.from_
     assert source is not None

@@ -41,10 +41,8 @@ _SAMPLES = (
 def write_tokenizer(spec: str, options: TokenOptions, model: TransformerConfig, folder: Path) -> dict[str, int]:
     """Write the tokenizer that a value of `data.tokenizer` names; returns its special tokens as fields of config.json.
 
-    generation_config.json is written if there is one already, or if several tokens end a text.
-
-    Raises:
-        ConfigError: its files are missing or invalid, or it has more tokens than the model.
+    generation_config.json is written if there is one already, or if several tokens end a text. Raises a `ConfigError`
+    if its files are missing or invalid, or it has more tokens than the model.
     """
     ours = build_tokenizer(spec, _KEY, options)
     reason = f"has {ours.vocab_size} tokens, but the model has {model.vocab_size}; name the one it was trained with"

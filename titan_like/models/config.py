@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 class RopeScaling(BaseModel):
     """Scaling of the rotary frequencies to longer contexts; `titan_like.models.layers.positions` has the formulas.
 
-    Raises:
-        pydantic.ValidationError: a field that the type needs is missing, or ``low_freq_factor`` is not below
-            ``high_freq_factor``.
+    Raises a `pydantic.ValidationError` if a field that the type needs is missing, or ``low_freq_factor`` is not below
+    ``high_freq_factor``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -61,8 +60,7 @@ NUM_OPTIONS = 4  # of a multiple-choice question: as many samples, one after the
 class TransformerConfig(BaseModel):
     """The fields that every family has. A family's own class is in its package's `config` module.
 
-    Raises:
-        pydantic.ValidationError: a field is unknown or has the wrong type, or sizes do not divide.
+    Raises a `pydantic.ValidationError` if a field is unknown or has the wrong type, or sizes do not divide.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -186,8 +184,7 @@ class TransformerConfig(BaseModel):
     def family_module(cls, name: str) -> Any:
         """Import a module of the family's package, or of the family that it extends: model or hugging_face.
 
-        Raises:
-            ConfigError: neither package has a module of that name.
+        Raises a `ConfigError` if neither package has a module of that name.
         """
         module = module_beside(cls, TransformerConfig, name)
         if module is None:
@@ -268,8 +265,7 @@ class WithHeadSize(TransformerConfig):
 class WithExperts(TransformerConfig):
     """A shape whose layers have experts: `SparseMLP`, after the first ``num_dense_layers``.
 
-    Raises:
-        pydantic.ValidationError: the numbers of experts or of layers do not fit.
+    Raises a `pydantic.ValidationError` if the numbers of experts or of layers do not fit.
     """
 
     not_in_weights: ClassVar = TransformerConfig.not_in_weights | {

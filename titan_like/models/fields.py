@@ -130,8 +130,7 @@ def read_fields(
 def write_fields(config: Any, items: Iterable[Field], equal_heads: str = "") -> Values:
     """The fields of config.json.
 
-    Raises:
-        RefusedError: the class ``equal_heads`` cannot have grouped-query attention, but the model has.
+    Raises a `RefusedError` if the class ``equal_heads`` cannot have grouped-query attention, but the model has.
     """
     if equal_heads and config.num_kv_heads != config.num_attention_heads:
         raise RefusedError(

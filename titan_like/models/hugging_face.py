@@ -240,10 +240,8 @@ def to_tensors(parameters: Iterable[Stored], read: Callable[[str], torch.Tensor]
 def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read: ReadSlice) -> None:
     """Read a shard from the files into ``part``, [rows here, …], which begins at ``offsets`` in the full parameter.
 
-    Padding rows become zero. Their logits are masked, so their values never matter.
-
-    Raises:
-        RefusedError: the files contain the parameter twice, with different values.
+    Padding rows become zero. Their logits are masked, so their values never matter. Raises a `RefusedError` if the
+    files contain the parameter twice, with different values.
     """
     part.zero_()
     columns = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True))

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 def config_class(family: str) -> type[TransformerConfig]:
     """Import a family's configuration class.
 
-    Raises:
-        ConfigError: there is no such family, or its entry point is not an importable configuration class.
+    Raises a `ConfigError` if there is no such family, or its entry point is not an importable configuration class.
     """
     point = find_entry("model.family", family)
     kind = load_entry("model.family", point)
@@ -41,8 +40,7 @@ def config_class(family: str) -> type[TransformerConfig]:
 def flavors(family: str) -> dict[str, dict[str, Any]]:
     """Read the family's flavors.toml: flavor name → fields.
 
-    Raises:
-        ConfigError: there is no such family, or its flavors.toml cannot be read.
+    Raises a `ConfigError` if there is no such family, or its flavors.toml cannot be read.
     """
     package = config_class(family).__module__.rpartition(".")[0]
     try:
@@ -81,10 +79,8 @@ def model_config(section: ModelSection) -> TransformerConfig:
 def build_model(config: TransformerConfig, family: str) -> Transformer:
     """Build the family's model on the current default device, without initialising its weights.
 
-    Build on ``torch.device("meta")`` to count parameters, or to shard before allocating.
-
-    Raises:
-        ConfigError: there is no such family, its package has no module `model`, or its model names parts that it lacks.
+    Build on ``torch.device("meta")`` to count parameters, or to shard before allocating. Raises a `ConfigError` if
+    there is no such family, its package has no module `model`, or its model names parts that it lacks.
     """
     model = config.family_module("model").build(config)
     _check_names(model, family)

@@ -20,10 +20,7 @@ def shape_of(section: Model, parameters: float, seq_len: int) -> Model:
 
     The number of heads is a multiple of 8, and of 64 to 128 elements each. Whatever is a hidden size grows with the
     width. The depth gives the number of parameters, and the width is the one whose depth is then nearest to the
-    family's own flavors.
-
-    Raises:
-        ConfigError: the family has no shape of about this size.
+    family's own flavors. Raises a `ConfigError` if the family has no shape of about this size.
     """
     style = model_config(section)
     head = min(max(style.head_dim, _HEAD_SIZES[0]), _HEAD_SIZES[1])

@@ -51,8 +51,7 @@ class Gradients:
     def local(self) -> dict[tuple[str, ...], list[torch.Tensor]]:
         """This rank's part of every gradient, as plain tensors that share its memory, by the dimensions that shard it.
 
-        Raises:
-            AssertionError: a parameter has no gradient, or one that is split in another way.
+        Raises an `AssertionError` if a parameter has no gradient, or one that is split in another way.
         """
         by_dimensions = {}
         for dimensions, parameters in self._by_dimensions.items():
@@ -184,8 +183,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `optimizer.name` chooses. Weight decay applies only to matrices and embeddings.
 
-    Raises:
-        ConfigError: there is no such optimizer, or its function does not return one.
+    Raises a `ConfigError` if there is no such optimizer, or its function does not return one.
     """
     # Foreach kernels do not mix plain tensors and DTensors, so these are separate groups.
     by_kind: dict[tuple[bool, bool], dict[str, Any]] = {}

@@ -17,8 +17,7 @@ _ONLY_FOR = {  # settings of one built-in rule
 def find_rule(section: Optimizer) -> EntryPoint:
     """Find the function that `optimizer.name` refers to, without importing it.
 
-    Raises:
-        ConfigError: there is no such rule, or `optimizer.options` are given to a built-in one, which has none.
+    Raises a `ConfigError` if there is no such rule, or `optimizer.options` are given to a built-in one, which has none.
     """
     entry = find_entry("optimizer.name", section.name)
     if section.name in RULES and section.options:

@@ -116,8 +116,7 @@ def build_stage(
 ) -> Stage:
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
 
-    Raises:
-        ConfigError: the tensor-parallel plan, or float8, does not fit the model.
+    Raises a `ConfigError` if the tensor-parallel plan, or float8, does not fit the model.
     """
     config, mesh, device, tuning = recipe.config, recipe.mesh, recipe.device, recipe.tuning
     layout, zero_stage = Layout.of(config.parallelism), config.parallelism.zero_stage

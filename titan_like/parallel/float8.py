@@ -269,11 +269,8 @@ def use_float8(model: Transformer, section: Float8, emulates: bool, tensor_group
     """Let the layers' linear modules and experts compute in float8, in place. Apply it after tensor parallelism.
 
     Modules that ``section.filter`` names, or whose sides are no multiples of 16, stay as they are. The ranks of
-    ``tensor_group`` have other tokens of the same microbatch.
-
-    Raises:
-        ConfigError: a pattern of the filter fits no module, or the sides of all modules or of a shard do not fit, or
-            the GPU lacks products for experts.
+    ``tensor_group`` have other tokens of the same microbatch. Raises a `ConfigError` if a pattern of the filter fits no
+    module, or the sides of all modules or of a shard do not fit, or the GPU lacks products for experts.
     """
     names = {name for name in (*dict(model.named_modules()), *model.absent) if name.startswith("layers.")}
     for pattern in section.filter:
@@ -317,8 +314,7 @@ def _experts_product(
 def _split_of(name: str, module: nn.Linear) -> tuple[int | None, Group | None]:
     """The dimension of a module's weight that tensor-parallel ranks share, and these ranks; None if they do not.
 
-    Raises:
-        ConfigError: float8 products cannot take the shards, or the module was split by a style of torch's.
+    Raises a `ConfigError` if float8 products cannot take the shards, or the module was split by a style of torch's.
     """
     weight = module.weight
     if not isinstance(weight, DTensor):

@@ -150,8 +150,7 @@ class Layout:
 def resolve_layout(parallelism: Parallelism, world_size: int) -> Layout:
     """Work out the layout of ``world_size`` processes. A shard degree of -1 takes what the other degrees leave.
 
-    Raises:
-        ConfigError: the degrees do not multiply to the number of processes.
+    Raises a `ConfigError` if the degrees do not multiply to the number of processes.
     """
     layout, key = Layout.of(parallelism), "parallelism.data_parallel_shard_degree"
     shard, product = layout.shard, replace(layout, shard=1).num_processes

@@ -35,9 +35,8 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, sequence_paralle
 
     Every parameter becomes a DTensor, and the logits become DTensors split over the vocabulary. Apply this before
     activation checkpointing, compilation and data parallelism, on the meta device or with equal weights on all ranks.
-
-    Raises:
-        ValueError: the plan does not fit the model. (Rules have checked that the mesh's size divides the model's.)
+    Raises a `ValueError` if the plan does not fit the model. (Rules have checked that the mesh's size divides the
+    model's.)
     """
     styles = styles_of(family_plan(model), model, sequence_parallel)
     if isinstance(getattr(model, "token_loss", None), TokenLoss) and "token_loss" not in styles:
@@ -52,10 +51,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, sequence_paralle
 def family_plan(model: Transformer) -> Plan:
     """The tensor-parallel plan beside the model's class, or beside the class that it extends: in the module `sharding`.
 
-    It may be a function of the shape.
-
-    Raises:
-        ValueError: there is no such module.
+    It may be a function of the shape. Raises a `ValueError` if there is no such module.
     """
     module = module_beside(type(model), Transformer, "sharding")
     if module is None:
@@ -67,10 +63,8 @@ def family_plan(model: Transformer) -> Plan:
 def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Expand a plan's patterns and turn its names into styles: module name → style.
 
-    Patterns for modules that only other pipeline stages hold, or that this shape leaves out, are left out.
-
-    Raises:
-        ValueError: the plan names a style that does not exist, or modules that the model does not have.
+    Patterns for modules that only other pipeline stages hold, or that this shape leaves out, are left out. Raises a
+    `ValueError` if the plan names a style that does not exist, or modules that the model does not have.
     """
     styles: dict[str, ParallelStyle] = {}
     left_out = {name for name, module in model.named_children() if isinstance(module, nn.Identity)}

@@ -53,8 +53,7 @@ class TensorParallel(nn.Module):
     def split(cls, module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         """Distribute a module's own parameters, and extend it. Every rank has the full values, or none on meta.
 
-        Raises:
-            ValueError: a rank would hold nothing of a parameter.
+        Raises a `ValueError` if a rank would hold nothing of a parameter.
         """
         for name, parameter in list(module.named_parameters(recurse=False)):
             distributed = distribute_tensor(parameter.data, mesh, [cls.placements[name]], src_data_rank=None)
@@ -219,8 +218,7 @@ class VocabularyEmbedding(TensorParallel):
     def forward(self, tokens: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
         """tokens [batch, seq] → activation between layers, by rows of the module's own table or of another one.
 
-        Raises:
-            ValueError: sequence parallelism cannot split the sequence into equal parts.
+        Raises a `ValueError` if sequence parallelism cannot split the sequence into equal parts.
         """
         size = self.tensor_group.size
         if self.sequence_parallel and tokens.shape[1] % size:

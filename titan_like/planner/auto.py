@@ -122,8 +122,7 @@ def described(work: Workload) -> str:
 def with_chosen_layout(config: JobConfig, world_size: int) -> JobConfig:
     """Replace `parallelism.auto` by a layout. Every process chooses the same one, and rank 0 prints it.
 
-    Raises:
-        ConfigError: there is no GPU to plan for, or no layout is valid and fits.
+    Raises a `ConfigError` if there is no GPU to plan for, or no layout is valid and fits.
     """
     if not config.parallelism.auto:
         return config
@@ -144,14 +143,8 @@ def choose_layout(
     The parts of the layout that the file or the command line sets stay as they are. The choice depends on the arguments
     alone, so all processes of a job make the same one without communicating.
 
-    Args:
-        config: the run; its `cluster.gpu` and `cluster.gpus_per_node` override ``gpu`` and ``gpus_per_node``.
-        world_size: processes of the job.
-        gpu: name of this machine's GPU.
-        gpus_per_node: processes on each node; None if nodes differ.
-
-    Raises:
-        ConfigError: it is not known what to plan for, or no layout is valid and fits.
+    ``gpu``, this machine's, and ``gpus_per_node``, None if nodes differ, are for runs that do not set them in
+    [cluster]. Raises a `ConfigError` if it is not known what to plan for, or no layout is valid and fits.
     """
     gpu = config.cluster.gpu or gpu
     if gpu is None and config.cluster.profile is None:

@@ -154,7 +154,9 @@ def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Shardin
     """A run's sharding. ``reduce_bytes``: of an element in `training.reduce_dtype`."""
     sizes = {name: size for name, (size, _) in shard_groups(work).items()}
     holders = {name: work.replicate * size for name, size in sizes.items()}
-    shared = max(holders.values() if work.shares_experts else [holders["dp_shard"]]) > 1
+    # Other processes may hold the experts than hold the rest of a layer.
+    shares_experts = work.has_experts and (work.expert > 1 or work.tensor > 1)
+    shared = max(holders.values() if shares_experts else [holders["dp_shard"]]) > 1
     compute, zero = element_bytes(work.dtype), work.zero_stage if shared else 0
     master = max(compute, BYTES["float32"])
     in_half = compute < master

@@ -130,11 +130,7 @@ class DryRun:
 
 
 def dry_run(config: JobConfig) -> DryRun:
-    """Check a run and report on one of its processes.
-
-    Raises:
-        ConfigError: the user has to change something.
-    """
+    """Check a run and report on one of its processes. Raises a `ConfigError` if the user has to change something."""
     # Every check that a real run makes before it starts.
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
     config = with_chosen_layout(config, world_size)
@@ -265,10 +261,8 @@ def describe_stage(stage: Stage) -> StageReport:
 def _check_this_machine(config: JobConfig, model: TransformerConfig) -> list[str]:
     """Check folders, checkpoints and tasks. If the run is for another machine, only report what is missing on this one.
 
-    A checkpoint of another run is reported too: the dry run does not touch it.
-
-    Raises:
-        ConfigError: the run is for this machine, and something is wrong.
+    A checkpoint of another run is reported too: the dry run does not touch it. Raises a `ConfigError` if the run is for
+    this machine, and something is wrong.
     """
     try:
         named_tasks("evaluation.datasets", config.evaluation.datasets, model)

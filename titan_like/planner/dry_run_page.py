@@ -19,8 +19,7 @@ _WHOLE_ROW = 64  # the most actions that are printed in full
 def print_dry_run(config: JobConfig, json_path: str | None) -> None:
     """Do a dry run, print it, and write it to a file if one is named.
 
-    Raises:
-        ConfigError: the user has to change something.
+    Raises a `ConfigError` if the user has to change something.
     """
     result = dry_run(config)
     print(format_dry_run(result))

@@ -24,8 +24,7 @@ MEMORY_BAND = 0.1  # of the measured memory; nine in ten measured runs should li
 def check_profile(config: JobConfig) -> None:
     """Refuse a `cluster.profile` that cannot be read.
 
-    Raises:
-        ConfigError: there is no such profile, or it is not valid.
+    Raises a `ConfigError` if there is no such profile, or it is not valid.
     """
     if config.cluster.profile is not None:
         load_profile(config.cluster.profile, "cluster.profile")
@@ -76,8 +75,7 @@ class StepForecast:
 def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     """Forecast a run's step on this machine; None on a CPU without a profile.
 
-    Raises:
-        ConfigError: the GPU is unknown, the profile is not for this machine, or products are in float8.
+    Raises a `ConfigError` if the GPU is unknown, the profile is not for this machine, or products are in float8.
     """
     config, on_gpu = run.config, run.device.type == "cuda"
     profile = load_profile(config.cluster.profile, "cluster.profile") if config.cluster.profile else None

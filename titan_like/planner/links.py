@@ -13,11 +13,7 @@ from titan_like.planner.profile import Profile, is_builtin
 
 
 def read_measurements(path: str, on_cpus: bool) -> list[Measurement]:
-    """The measurements in a file of ``bench_comm.py --json``.
-
-    Raises:
-        ConfigError: it is no such file.
-    """
+    """The measurements in a file of ``bench_comm.py --json``. Raises a `ConfigError` if it is no such file."""
     refuse = blaming("--links", path, "give a JSON file that scripts/bench_comm.py has written")
     names = Measurement.__dataclass_fields__
     with user_file(Path(path), refuse, "is not one", may_stream=True):

@@ -26,8 +26,7 @@ FLOAT8_NOTE = "float8.enable: times, memory and traffic are predicted as if all 
 def predict(config: JobConfig, profile: Profile | None = None, expert_load: float = 1.0) -> Forecast:
     """Forecast the step of a run on the cluster that it names. ``expert_load`` is as in `Workload`.
 
-    Raises:
-        ConfigError: the settings contradict each other, or the GPU is unknown.
+    Raises a `ConfigError` if the settings contradict each other, or the GPU is unknown.
     """
     if config.parallelism.auto:
         from titan_like.planner.search import search  # which predicts layouts
@@ -56,17 +55,9 @@ def forecast(work: Workload, profile: Profile) -> Forecast:
     recompute = work.activation_checkpoint
     meter = ThroughputMeter(work.model, work.seq_len, recompute, work.num_gpus, peak, work.decoder_seq_len)
     rates = meter.measure(work.global_batch_size * work.seq_len, time.total)
-    error = band(work, profile)
-    return Forecast(
-        work,
-        profile,
-        time,
-        memory(work, profile),
-        *host_and_device_seconds(work, profile),
-        rates,
-        time.total / (1 + error),
-        time.total / (1 - error),
-    )
+    error, (host_seconds, device_seconds) = band(work, profile), host_and_device_seconds(work, profile)
+    low, high = time.total / (1 + error), time.total / (1 - error)
+    return Forecast(work, profile, time, memory(work, profile), host_seconds, device_seconds, rates, low, high)
 
 
 @dataclass(frozen=True)

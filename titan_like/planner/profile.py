@@ -24,14 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from titan_like.config.errors import ConfigError, all_of, field_errors
 from titan_like.config.paths import read_toml, unreadable_reason
-from titan_like.metrics.devices import (
-    Device,
-    builtin_devices,
-    check_device_table,
-    device_from,
-    device_to_table,
-    find_device,
-)
+from titan_like.metrics import devices
 
 
 class Bounds(NamedTuple):
@@ -167,7 +160,7 @@ class Profile:
     """Constants of a stack. Efficiencies are shares of the data sheet's figure; times are in seconds."""
 
     name: str
-    device: Device
+    device: devices.Device
     gpus_per_node: Count
     node_bandwidth: Amount  # of all network cards of a node, bytes per second in one direction; 0: unknown
     description: str = ""
@@ -271,8 +264,7 @@ _OF_JOBS = ("one_node", "own_links", "operators")
 def load_profile(name: str, key: str = "--profile") -> Profile:
     """A shipped profile by name, or one from a TOML file. ``key`` is the setting that names it.
 
-    Raises:
-        ConfigError: there is no such profile or file.
+    Raises a `ConfigError` if there is no such profile or file.
     """
     if name in builtin_profiles():
         return builtin_profiles()[name]
@@ -307,10 +299,10 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
         raise all_of(field_errors(error.errors(), f"profile {name}: ".__add__, _table())) from None
     values = model.model_dump(exclude_unset=True)
     if device_table is not None:
-        check_device_table(f"profile {name}: device_table", device_table)
-        values["device"] = device_from(values["device"], device_table)
+        devices.check_device_table(f"profile {name}: device_table", device_table)
+        values["device"] = devices.device_from(values["device"], device_table)
     else:
-        values["device"] = find_device(values["device"])
+        values["device"] = devices.find_device(values["device"])
     if values.get("overhead_bytes", 0.0) >= values["device"].memory_bytes:
         reason = f"must be below the device's memory, {values['device'].memory_bytes:.4g}"
         raise ConfigError(f"profile {name}: overhead_bytes", values["overhead_bytes"], reason)
@@ -338,13 +330,13 @@ def profile_to_toml(profile: Profile) -> str:
         if key not in ("name", *_OF_JOBS) and (key in FITTED or value != defaults[key])
     }
     if not is_builtin(profile.device):
-        shown["device_table"] = _rounded(device_to_table(profile.device))
+        shown["device_table"] = _rounded(devices.device_to_table(profile.device))
     return tomli_w.dumps(shown)
 
 
-def is_builtin(device: Device) -> bool:
+def is_builtin(device: devices.Device) -> bool:
     """Tell whether a device is one of devices.toml, and not a measured one."""
-    return builtin_devices().get(device.name) is device
+    return devices.builtin_devices().get(device.name) is device
 
 
 def _rounded(value: Any) -> Any:

@@ -130,11 +130,7 @@ class BestFirst:
         self.too_large: dict[tuple[int, int], tuple[Workload, float]] = {}
 
     def run(self) -> SearchResult:
-        """Search to the end.
-
-        Raises:
-            ConfigError: no layout is valid, or none fits.
-        """
+        """Search to the end. Raises a `ConfigError` if no layout is valid, or none fits."""
         for turn, group in enumerate(self.space.groups()):
             if turn % 16 == 0:
                 self.progress(self.counts)
@@ -276,7 +272,7 @@ def _complexity(work: Workload) -> int:
     return sum(degree > 1 for degree in splits) + (not is_usual) + (work.recompute_every > 1)
 
 
-_MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3, "budget": 4}
+_MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3}
 _SCHEDULES = {name: number for number, name in enumerate(dict.fromkeys(("1f1b", "interleaved_1f1b", *SCHEDULES)))}
 
 

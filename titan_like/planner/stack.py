@@ -42,10 +42,8 @@ def checked_profile(config: JobConfig, num_processes: int, profile: Profile | No
 def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
     """The stack's profile, on its own device if it describes one, else on the cluster's GPU.
 
-    If ``profile`` is None, the configuration names the profile, or the GPU's default is used.
-
-    Raises:
-        ConfigError: no GPU is named, or it is unknown.
+    If ``profile`` is None, the configuration names the profile, or the GPU's default is used. Raises a `ConfigError` if
+    no GPU is named, or it is unknown.
     """
     if profile is None and config.cluster.profile is not None:
         profile = load_profile(config.cluster.profile, "cluster.profile")

@@ -98,8 +98,7 @@ def host_and_device_seconds(work: Workload, profile: Profile) -> tuple[float, fl
 def timeline(work: Workload, profile: Profile) -> StepTimeline:
     """Every pass of one step, the waits between them, and after the last pass what follows.
 
-    Raises:
-        ValueError: the schedule cannot run with this many microbatches.
+    Raises a `ValueError` if the schedule cannot run with this many microbatches.
     """
     steps = steps_of(work, profile)
     passes = steps.stages

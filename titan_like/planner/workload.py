@@ -6,6 +6,7 @@ from functools import cache
 from itertools import islice
 from typing import Literal, NamedTuple
 
+from titan_like.config.errors import ConfigError
 from titan_like.config.schema import ActivationCheckpoint, JobConfig
 from titan_like.data.loading.lengths import sample_length
 from titan_like.models.config import TransformerConfig
@@ -77,9 +78,8 @@ class Workload(NamedTuple):
     schedule: str = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = False
-    recompute: Literal["none", "full", "selective", "experts", "budget"] = "none"  # selective: only the attention core
+    recompute: Literal["none", "full", "selective", "experts"] = "none"  # selective: only the attention core
     recompute_every: int = 1
-    budget: float = 1.0  # with recompute "budget"
     offload: bool = False
     dtype: str = "bfloat16"
     dropout: bool = False
@@ -101,17 +101,12 @@ class Workload(NamedTuple):
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
         """What is recomputed, as a section of the configuration."""
-        return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every, budget=self.budget)
+        return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every)
 
     @property
     def expert_shards(self) -> int:
         """Processes of a replica that hold the same parts of the same experts, as in `Layout`."""
         return self.shard * self.context * self.tensor // self.expert_tensor // self.expert
-
-    @property
-    def shares_experts(self) -> bool:
-        """Whether other processes hold the experts than hold the rest of a layer."""
-        return (self.expert > 1 or self.tensor > 1) and self.has_experts
 
     @property
     def has_experts(self) -> bool:
@@ -150,8 +145,11 @@ class Workload(NamedTuple):
 
 
 def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> Workload:
-    """The configuration's sections as a `Workload`."""
+    """The configuration's sections as a `Workload`. Raises a `ConfigError` for mode "budget"."""
     training, recompute, num_stages = config.training, config.activation_checkpoint, len(layout.stage_ranks)
+    if recompute.mode == "budget":
+        reason = "the planner does not predict what the compiler recomputes; set none, full, selective or experts"
+        raise ConfigError("activation_checkpoint.mode", recompute.mode, reason)
     return Workload(
         model=model,
         seq_len=training.seq_len,
@@ -162,7 +160,6 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         zero_stage=config.parallelism.zero_stage,
         recompute=recompute.mode,
         recompute_every=recompute.every_n_layers,
-        budget=1.0 if recompute.budget is None else recompute.budget,
         offload=recompute.offload,
         dtype=compute_type(config),
         dropout=getattr(model, "dropout", 0.0) > 0,

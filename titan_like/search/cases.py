@@ -80,8 +80,7 @@ def next_size(sizes: Sequence[int], rates: dict[int, float | None]) -> int | Non
 def read_grid(path: str, given: list[str]) -> dict[str, list[Any]]:
     """The values of each key that a grid's TOML lists, and of ``processes``; ``given`` are the run's settings.
 
-    Raises:
-        ConfigError: a key is unknown or set on the command line too, or a value is not valid.
+    Raises a `ConfigError` if a key is unknown or set on the command line too, or a value is not valid.
     """
     values: dict[str, list[Any]] = {"processes": []}
     for section, table in read_toml(path, "--grid").items():
@@ -140,8 +139,7 @@ def _effective(config: JobConfig, processes: int) -> JobConfig:
 def own_profile(processes: int, place: Place) -> Profile:
     """This CPU's profile for a number of processes, from the user's cache, or measured by the titan-plan of ``place``.
 
-    Raises:
-        RunError: the measurement failed.
+    Raises a `RunError` if the measurement failed.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or ("all" if processes == 1 else "1")  # torchrun's default
     stack = f"{len(os.sched_getaffinity(0))}cores_{threads}threads_torch{version('torch')}"

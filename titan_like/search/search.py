@@ -31,10 +31,8 @@ class Search:
     ) -> None:
         """Read what the folder holds.
 
-        ``gpu`` is what layouts are measured on. ``stacks`` is what they are predicted with, by their processes.
-
-        Raises:
-            ConfigError: it holds another search, a file cannot be read, or a layout cannot be predicted.
+        ``gpu`` is what layouts are measured on. ``stacks`` is what they are predicted with, by their processes. Raises
+        a `ConfigError` if it holds another search, a file cannot be read, or a layout cannot be predicted.
         """
         self.out, self.cases, self.place, self.plan, self.gpu, self.stacks = out, cases, place, plan, gpu, stacks
         self._predictions: dict[str, dict[str, float]] = {}

@@ -52,8 +52,7 @@ class Place:
     def of_slurm(cls, program: tuple[str, ...]) -> Place:
         """The nodes of the Slurm job that this process is in, with `NPROC` processes each, or one for each GPU.
 
-        Raises:
-            ConfigError: Slurm does not name them.
+        Raises a `ConfigError` if Slurm does not name them.
         """
         nodes, job = os.environ.get("SLURM_JOB_NODELIST", ""), environment_number("SLURM_JOB_ID", 0)
         per_node = environment_number("NPROC" if os.environ.get("NPROC") else "SLURM_GPUS_ON_NODE", 1, least=1)

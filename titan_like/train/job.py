@@ -28,10 +28,8 @@ _NEW_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def run_job(run: Run, signals: StopSignals | None = None, callback: StepCallback | None = None) -> None:
     """Join the process group and train to the end of the run, or raise a `ConfigError` or `RunError` with the reason.
 
-    Args:
-        run: a checked run.
-        signals: handlers that are installed already, and ignore signals once the run is over; None installs new ones.
-        callback: called with the record of every step; text that it returns is printed.
+    ``signals`` are handlers that are installed already, and ignore signals once the run is over; None installs new
+    ones. ``callback`` is called with the record of every step, and the text that it returns is printed.
     """
     patience, dump = run.config.health.hang_timeout_seconds, Path(run.config.job.dump_folder)
     handled = StopSignals() if signals is None else nullcontext(signals)

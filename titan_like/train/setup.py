@@ -12,15 +12,7 @@ from pathlib import Path
 
 import torch
 
-from titan_like.checkpoint.checks import (
-    check_checkpoints,
-    check_room,
-    check_schedule,
-    check_writable,
-    checkpoint_bytes,
-    newest_state,
-    usable_steps,
-)
+from titan_like.checkpoint import checks
 from titan_like.checkpoint.step_folders import checkpoint_folder, hugging_face_folder, newest_in
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.config.load import edit
@@ -111,19 +103,19 @@ def prepare_run(settings: Settings) -> Run:
     """Check settings against the machine and the data, the quick checks first. New data is tokenized."""
     config, model = settings.config, settings.model
     if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # torch's optimizers import the compiler, which makes it
-        check_writable("environment variable TORCHINDUCTOR_CACHE_DIR", Path(cache), make=True)
-    device, saved = select_device(config.training.dtype, config.float8.enable), checkpoint_bytes(config, model)
+        checks.check_writable("environment variable TORCHINDUCTOR_CACHE_DIR", Path(cache), make=True)
+    device, saved = select_device(config.training.dtype, config.float8.enable), checks.checkpoint_bytes(config, model)
     reason = "needs a GPU, and this machine has none; set it to false"
     require(device.type == "cuda" or not config.compile.cudagraphs, "compile.cudagraphs", True, reason)
     config = check_folders(config, model, make=True)
     if config.checkpoint.enable:
-        check_room(checkpoint_folder(config), saved)
+        checks.check_room(checkpoint_folder(config), saved)
     if device.type == "cpu" and environment_number("GROUP_WORLD_SIZE", 1, least=1) == 1:
         _check_memory(settings, saved)
     tasks, (datasets, masks) = validation_tasks(config, model), open_run_data(config, model)
     if config.training.epochs is not None:
         config = config.model_copy(update={"training": in_samples(config.training, len(datasets["train"]))})
-        check_schedule(config)
+        checks.check_schedule(config)
     return Run(config, model, settings.layout, device, datasets, masks, tasks)
 
 
@@ -135,16 +127,16 @@ def open_run_data(config: JobConfig, model: TransformerConfig, trains: bool = Tr
 
 def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> JobConfig:
     """Refuse folders that cannot be written, or that hold another model's weights. Returns the settings `with_base`."""
-    check_writable("job.dump_folder", Path(config.job.dump_folder), make)
+    checks.check_writable("job.dump_folder", Path(config.job.dump_folder), make)
     resumes = False
     if config.checkpoint.enable:
-        resumes = check_checkpoints(config, model, checkpoint_folder(config), make)
+        resumes = checks.check_checkpoints(config, model, checkpoint_folder(config), make)
     load_step, reason = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
     require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, reason)
     check_export(config, model)
     folder, state = checkpoint_folder(config), None
     if resumes and config.lora.rank:
-        state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
+        state = checks.newest_state(folder, checks.usable_steps(folder, config.checkpoint.load_step))
     config = config if state is None else with_base(config, state)
     text = config.checkpoint.initial_load_path
     if text and (newest := newest_in(path_of(text))) != path_of(text):  # of a run, which may have another one soon
@@ -169,7 +161,7 @@ def check_export(config: JobConfig, model: TransformerConfig) -> None:
         family_of(model).to_fields(model)
     except RefusedError as refusal:
         raise ConfigError(key, interval, f"{refusal}; set it to 0") from None
-    check_writable("checkpoint.folder", hugging_face_folder(config), make=False)
+    checks.check_writable("checkpoint.folder", hugging_face_folder(config), make=False)
 
 
 def select_device(dtype: str, float8: bool = False) -> torch.device:

@@ -241,8 +241,7 @@ class Trainer:
     def read_step(self, issued: PendingStep) -> StepRecord:
         """Wait for a step's numbers, and act on stop signals and finished saves that they report.
 
-        Raises:
-            RunError: gradients are not finite and `health.skip_nonfinite` is false, or a save failed.
+        Raises a `RunError` if gradients are not finite and `health.skip_nonfinite` is false, or a save failed.
         """
         state = self.state
         values, seconds = issued.read()

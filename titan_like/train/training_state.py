@@ -226,22 +226,15 @@ class TrainingState:
             self.console.print(f" saved {path}")
 
     def rewind(self, record: StepRecord) -> range | None:
-        """Go back to the newest checkpoint and continue with the samples after the bad step's.
+        """Go back to the newest checkpoint and continue with the samples after those of a step whose loss is a spike.
 
-        PaLM handled loss spikes in this way (arXiv 2204.02311, section 5.1).
-
-        Args:
-            record: the step whose loss is a spike; its update was skipped.
-
-        Returns:
-            The samples that are left out, or None if there is no checkpoint to go back to.
-
-        Raises:
-            RunError: the run went back to this checkpoint too often.
+        PaLM handled loss spikes in this way (arXiv 2204.02311, section 5.1). Returns the samples that are left out, or
+        None if there is no checkpoint. Raises a `RunError` if the run went back to this checkpoint too often.
         """
         self.finish_save()
         samples, tokens, skips = self.consumed_samples, self.consumed_tokens, self.losses.consecutive_skips
-        if not self._resume(self._is_of_this_run):
+        # Not to a checkpoint of a branch that `checkpoint.load_step` abandoned.
+        if not self._resume(lambda step: step <= self.start_step or step in self.saved_steps):
             return None
         self.rewinds[self.step] += 1
         if self.rewinds[self.step] > _MOST_REWINDS:
@@ -257,15 +250,10 @@ class TrainingState:
         self.losses.count(record.step, record.loss, skipped=True)
         return left_out
 
-    def _is_of_this_run(self, step: int) -> bool:
-        """Whether a checkpoint is in this run's past, not on a branch that `checkpoint.load_step` abandoned."""
-        return step <= self.start_step or step in self.saved_steps
-
     def _resume(self, is_usable: Callable[[int], bool]) -> bool:
         """Continue from the newest usable checkpoint that loads. Returns whether there was one.
 
-        Raises:
-            RunError: checkpoints exist but none loads, or the checkpoint was trained on other data.
+        Raises a `RunError` if checkpoints exist but none loads, or the checkpoint was trained on other data.
         """
         state = resume(self.run.checkpoint_folder, is_usable, self.model, self.optimizer)
         if state is None:

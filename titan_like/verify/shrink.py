@@ -79,10 +79,8 @@ def resolve(config: JobConfig, processes: int | None) -> Layout:
     """The layout of a configuration, checked against all rules.
 
     A shard degree of -1 takes what the other degrees leave of ``processes``. Without ``processes`` it becomes 2, which
-    brings data parallelism into use, or else the smallest valid degree.
-
-    Raises:
-        ConfigError: no layout is chosen yet, or no degree is valid; then the message is about shard degree 1.
+    brings data parallelism into use, or else the smallest valid degree. Raises a `ConfigError` if no layout is chosen
+    yet, or no degree is valid; then the message is about shard degree 1.
     """
     reason = "there is no layout to verify yet; scripts/plan.py search --out writes the one that is chosen"
     require(not config.parallelism.auto, "parallelism.auto", True, reason)

@@ -135,8 +135,7 @@ class Verifier:
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
         """Add the checks of each kind of run in one layout, up to the first that differs or does not finish.
 
-        Raises:
-            UndecidedError: a run was stopped from outside, and nothing differs so far.
+        Raises an `UndecidedError` if a run was stopped from outside, and nothing differs so far.
         """
         for kind in kinds:
             if not all(check.ok for check in checks):
@@ -282,8 +281,7 @@ class Verifier:
 def verifier_of(config: JobConfig, options: Options) -> Verifier:
     """The verifier of a configuration's layout.
 
-    Raises:
-        ConfigError: there is no valid layout, or there are fewer GPUs than processes.
+    Raises a `ConfigError` if there is no valid layout, or there are fewer GPUs than processes.
     """
     small = shrink(config, resolve(config, options.processes), options)
     if not options.on_gpus:

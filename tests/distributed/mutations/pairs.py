@@ -15,7 +15,7 @@ from titan_like.models.bert.model import Bert
 from titan_like.parallel.collectives import CopyFromFirstRank
 from titan_like.parallel.context import CPShard
 from titan_like.parallel.tensor_styles import FirstTokenOfAll, PooledLinear
-from titan_like.train import trainer
+from titan_like.train import log, microbatches
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def pairs_drawn_by_each_process(original: Any, self: SentencePairs, samples: Any
     return original(self, samples, index, seed + dist.get_rank())
 
 
-@bug(trainer, "num_labels")
+@bug(microbatches, "num_labels")
 def pairs_divided_by_tokens(original: Any, *arguments: Any) -> Any:
     """The loss of pairs is divided by the number of masked tokens."""
     return original(*arguments)[:1].expand(2)
@@ -62,7 +62,7 @@ def pairs_weigh_as_much_as_tokens(original: Any, self: Bert, *arguments: Any) ->
     return torch.cat((halved + halved.detach(), found[1:]))
 
 
-@bug(trainer, "named_losses")
+@bug(log, "named_losses")
 def losses_under_each_other_s_names(original: Any, predictions: Any, losses: Any) -> dict[str, float]:
     """The loss is right, but that of tokens is reported as that of pairs, and the other way round."""
     return original(predictions, losses[::-1])

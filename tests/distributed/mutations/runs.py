@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.mutations import bug
-from titan_like.checkpoint import loader, saver
+from titan_like.checkpoint import loader, step_folders
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps
 from titan_like.config.schema import Training
@@ -186,7 +186,7 @@ def resumed_from_the_oldest(original: Any, folder: Any) -> Any:
     return original(folder)[::-1]
 
 
-@bug(saver, "complete_checkpoint")
+@bug(step_folders, "complete_checkpoint")
 def oldest_checkpoints_kept(original: Any, folder: Path, run: RunState, keep_latest: int, files: Any) -> None:
     """A save removes the newest checkpoints, not the oldest."""
     original(folder, run, 0, files)

@@ -21,11 +21,8 @@ from titan_like.models.config import TransformerConfig
 def describe_data(config: JobConfig, model: TransformerConfig) -> tuple[JobConfig, str]:
     """What is known of the data without tokenizing it. It may be on another machine.
 
-    Returns:
-        The settings, with `training.epochs` in samples if the data can be counted, and a line.
-
-    Raises:
-        ConfigError: the settings cannot be right for any data, or the data at hand is unfit.
+    Returns the settings, with `training.epochs` in samples if the data can be counted, and a line. Raises a
+    `ConfigError` if the settings cannot be right for any data, or the data at hand is unfit.
     """
     section = config.data
     if section.dataset not in DATASETS:  # only the class of a user's own dataset can count it

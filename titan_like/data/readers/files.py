@@ -23,17 +23,8 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.paths import blaming, check_folder, parse_json, unreadable_reason, user_file
+from titan_like.data.readers import raw_text
 from titan_like.data.readers.indexed import prefix_of
-from titan_like.data.readers.raw_text import (
-    JSON_ENDINGS,
-    KNOWN_ENDINGS,
-    RECORD_ENDINGS,
-    TABLE_ENDINGS,
-    Key,
-    UnreadableError,
-    ending_of,
-    kind_of,
-)
 
 _WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
 _SPLITS = {split: re.compile(rf"(.*[-._ 0-9])?({words})([-._ 0-9].*)?") for split, words in _WORDS.items()}
@@ -42,20 +33,22 @@ _METADATA = re.compile(r"\..*|(config|dataset_infos?|dataset_dict|state)\.json|c
 _MOST_NAMED = 6  # files in a line of the log
 
 
-def find_files(paths: list[str], key: str, no_text: str = "", split: str = "train", columns: Key = ()) -> list[Path]:
+def find_files(
+    paths: list[str], key: str, no_text: str = "", split: str = "train", columns: raw_text.Key = ()
+) -> list[Path]:
     """The files that paths name, each once; from folders with several splits, the files of ``split``.
 
     Raises a `ConfigError` about the setting ``key`` if a path names no file or an unreadable one, or a text file if
     there is a reason ``no_text`` to refuse it. ``columns`` are the columns to read, as for `kind_of`.
     """
-    files = _named_files(paths, key, RECORD_ENDINGS if no_text else KNOWN_ENDINGS, split)
+    files = _named_files(paths, key, raw_text.RECORD_ENDINGS if no_text else raw_text.KNOWN_ENDINGS, split)
     for path in files:
         reason = unreadable_reason(path)
         require(reason is None, key, str(path), f"{reason}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
         try:
-            is_text = kind_of(path, columns) == "text"
-        except UnreadableError as error:
+            is_text = raw_text.kind_of(path, columns) == "text"
+        except raw_text.UnreadableError as error:
             raise ConfigError(key, str(path), str(error)) from None
         require(not (no_text and is_text), key, str(path), no_text)
     return files
@@ -107,7 +100,7 @@ def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: st
     names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
     chosen = _saved(folder, key, split)
     if chosen is None:
-        data = {name: ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
+        data = {name: raw_text.ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
         chosen = _of_split(folder, key, {name: ending for name, ending in data.items() if ending in endings}, split)
     read = {*chosen, *(f"{prefix_of(name)}.bin" for name in chosen if ".idx" in endings)}
     _report(str(folder), tuple(chosen), tuple(sorted({*names} - read)))
@@ -140,11 +133,11 @@ def _chosen_split(folder: Path, key: str, splits: Collection[str], wanted: str) 
 
 def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> list[str]:
     """The files of the wanted split according to ``load_dataset``, given files with their endings."""
-    has_records = not set(RECORD_ENDINGS).isdisjoint(endings.values())
+    has_records = not set(raw_text.RECORD_ENDINGS).isdisjoint(endings.values())
     names = [name for name in endings if not has_records or endings[name] != ".md"]  # it only describes the records
     by_split = _splits_of_readme(folder, key, names) or _splits_of_names(names)
-    tables = {name for name in names if endings[name] in TABLE_ENDINGS}
-    records = {name for name in names if endings[name] in RECORD_ENDINGS} - tables
+    tables = {name for name in names if endings[name] in raw_text.TABLE_ENDINGS}
+    records = {name for name in names if endings[name] in raw_text.RECORD_ENDINGS} - tables
     if not by_split and tables and records:
         return [name for name in names if name not in min(tables, records, key=len)]
     if not by_split or (not has_records and not {wanted, "train"} & {*by_split}):
@@ -152,9 +145,9 @@ def _of_split(folder: Path, key: str, endings: dict[str, str], wanted: str) -> l
     split = _chosen_split(folder, key, by_split, wanted)
     # Several formats may contain the same rows, so the most frequent one is read.
     counts = Counter(endings[name] for name in by_split[split])
-    order = [".parquet", ".arrow", *JSON_ENDINGS, *TABLE_ENDINGS, *endings.values()]
+    order = [".parquet", ".arrow", *raw_text.JSON_ENDINGS, *raw_text.TABLE_ENDINGS, *endings.values()]
     most_frequent = max(counts, key=lambda ending: (counts[ending], -order.index(ending)), default="")
-    chosen_endings = JSON_ENDINGS if most_frequent in JSON_ENDINGS else (most_frequent,)
+    chosen_endings = raw_text.JSON_ENDINGS if most_frequent in raw_text.JSON_ENDINGS else (most_frequent,)
     return [name for name in by_split[split] if endings[name] in chosen_endings]
 
 

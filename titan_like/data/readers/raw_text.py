@@ -326,9 +326,7 @@ def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, An
 
 
 def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
-    """Read all batches of a file in either of Arrow's IPC formats, as `_parquet_batches` does. Hugging Face datasets
-    are saved in the stream format, which has no index of rows.
-    """
+    """As `_parquet_batches`, of either of Arrow's IPC formats. Datasets are saved as streams, without an index."""
     from pyarrow import ArrowInvalid, OSFile, ipc
 
     with OSFile(str(path)) as file:

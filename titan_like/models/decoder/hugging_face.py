@@ -67,8 +67,7 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
 def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
     """The class to map a shape to, of those that have it: that of ``model_type`` first.
 
-    Raises:
-        RefusedError: there is none. The message names what the nearest one lacks.
+    Raises a `RefusedError` if there is none. The message names what the nearest one lacks.
     """
     for kind in config.kinds.values():
         if kind.mixer not in ("", config.softmax_mixer):

@@ -59,8 +59,7 @@ class Mixer(BaseModel):
 def build_mixer(config: DecoderConfig, kind: str) -> nn.Module:
     """The module of a layer of the kind of this name.
 
-    Raises:
-        ConfigError: a package's mixer raises an error, in `plan` too, or builds no module.
+    Raises a `ConfigError` if a package's mixer raises an error, in `plan` too, or builds no module.
     """
     layers, mixer = config.kind(kind), config.mixer_of(kind)
     try:

@@ -40,10 +40,8 @@ class AttentionCore(nn.Module):
         """``scale`` multiplies the scores; None is 1/√head_dim. Then scores s become softcap · tanh(s / softcap).
 
         A query sees at most the ``window`` keys that end with its own. ``num_sinks`` heads, 0 or all, have one more
-        logit each, a parameter, that has no value (arXiv 2309.17453, section 3.2).
-
-        Raises:
-            ValueError: no kernel computes the combination.
+        logit each, a parameter, that has no value (arXiv 2309.17453, section 3.2). Raises a `ValueError` if no kernel
+        computes the combination.
         """
         super().__init__()
         if dropout and (softcap or num_sinks):
@@ -66,10 +64,8 @@ class AttentionCore(nn.Module):
 
         ``document_mask`` says which keys each query sees. ``bias``, [1, heads, seq, keys], is added to the scores, and
         hides a key where it is -inf. Without either, attention is causal, or sees all keys. Heads of v, and of the
-        result, may be narrower; they are padded with zeros, because flash attention takes one width for all.
-
-        Raises:
-            ValueError: both are given, or a bias with a window, a soft cap or sinks.
+        result, may be narrower; they are padded with zeros, because flash attention takes one width for all. Raises a
+        `ValueError` if both are given, or a bias with a window, a soft cap or sinks.
         """
         needs_ranges = not self.is_plain and self.needs_ranges
         if bias is not None and (document_mask is not None or needs_ranges):
@@ -101,10 +97,8 @@ class AttentionCore(nn.Module):
     ) -> KeyRanges | None:
         """The keys that ``seq_len`` queries on this process see within the window; None: plain causal attention.
 
-        All cores with equal `mask_settings` may share the result, which they get as their ``document_mask``.
-
-        Raises:
-            ValueError: the mask is that of another window.
+        All cores with equal `mask_settings` may share the result, which they get as their ``document_mask``. Raises a
+        `ValueError` if the mask is that of another window.
         """
         order, num_keys = self.query_order(seq_len, device)
         window = self.window if self.window < num_keys else 0

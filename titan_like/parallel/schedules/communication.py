@@ -22,12 +22,7 @@ def add_communication(table: Table, ranks: list[int]) -> list[list[Action]]:
     in the order that is not complete. Both of its ranks have only computations before it that end by then, and these
     need only messages that are complete.
 
-    Args:
-        table: per rank, its computations.
-        ranks: the rank of each stage.
-
-    Raises:
-        ValueError: the table deadlocks even without messages.
+    ``ranks`` has the rank of each stage. Raises a `ValueError` if the table deadlocks even without messages.
     """
     steps: list[list[Action]] = [[] for _ in table]
     # When an action ends, another rank's list holds only what that rank has finished. Appending a receive there thus
@@ -47,8 +42,7 @@ def add_communication(table: Table, ranks: list[int]) -> list[list[Action]]:
 def steps_of_rank(layout: Layout, rank: int, num_microbatches: int, backward: bool) -> list[Action]:
     """One pipeline rank's passes and messages for one batch, in order.
 
-    Raises:
-        ValueError: `schedule_table` refuses.
+    Raises a `ValueError` if `schedule_table` refuses.
     """
     table = schedule_table if backward else forward_table
     actions = table(layout.schedule, layout.pipeline, layout.virtual_stages, num_microbatches)

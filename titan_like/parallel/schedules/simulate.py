@@ -29,14 +29,9 @@ another rank that it waits for, or -1. It also waits for all earlier actions of 
 
 
 def in_order(table: Table, ranks: list[int]) -> Program:
-    """Find such an order.
+    """Find such an order of a table's actions; ``ranks`` has the rank of each stage.
 
-    Args:
-        table: per rank, its actions.
-        ranks: the rank of each stage.
-
-    Raises:
-        ValueError: ranks wait for each other, or for an action that no list holds. The message names the stuck ones.
+    Raises a `ValueError` that names the stuck ranks if some wait for each other, or for an action that no list holds.
     """
     microbatches = 1 + max((action.microbatch for actions in table for action in actions), default=0)
     backward = len(ranks) * microbatches  # results of forward passes by stage and microbatch, then those of B or I
@@ -83,17 +78,8 @@ def in_order(table: Table, ranks: list[int]) -> Program:
 def simulate(table: Table, ranks: list[int], duration: Callable[[Action], float], transfer: float = 0.0) -> list[Event]:
     """Run each rank's list in order, every action as soon as its rank is free and its inputs have arrived.
 
-    Args:
-        table: per rank, its actions.
-        ranks: the rank of each stage.
-        duration: time of an action.
-        transfer: time from an action's end until another rank has its result.
-
-    Returns:
-        All actions, sorted by start, then rank.
-
-    Raises:
-        ValueError: as `in_order`.
+    ``transfer`` is the time from an action's end until another rank has its result. Returns all actions, sorted by
+    start, then rank; raises as `in_order`.
     """
     program = in_order(table, ranks)
     times = follow([(rank, duration(action), needed) for rank, action, needed in program], len(table), transfer)

@@ -311,10 +311,8 @@ def check_schedule(schedule: str, pipeline_degree: int, virtual_stages: int, num
 def schedule_table(schedule: str, pipeline_degree: int, virtual_stages: int, num_microbatches: int) -> Table:
     """The actions of each rank in one step, in order.
 
-    The forward passes of a stage visit the microbatches in the order 0, 1, 2, …, and so do its backward passes.
-
-    Raises:
-        ValueError: `check_schedule` refuses; the message is its reason.
+    The forward passes of a stage visit the microbatches in the order 0, 1, 2, …, and so do its backward passes. Raises
+    a `ValueError` if `check_schedule` refuses; the message is its reason.
     """
     reason = check_schedule(schedule, pipeline_degree, virtual_stages, num_microbatches)
     if reason is not None:

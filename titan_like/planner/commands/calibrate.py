@@ -37,7 +37,7 @@ def add_options(parser: OptionParser) -> None:
     """Add the command's options. It takes no settings of a run."""
     start = "stack profile to start from: a shipped one or a TOML file"
     parser.add_path("--profile", start, "PROFILE", required=True)
-    parser.add_path("--points", "rows measured on one stack", "FILE.csv", required=True)
+    parser.add_path("--points", "runs of this trainer measured on one stack", "FILE.json", required=True)
     parser.add_path("--out", "where to write the fitted profile", "FILE.toml", type=toml_option)
 
 
@@ -46,13 +46,13 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
     check_scipy()
     start = load_profile(options.profile)
-    read, left_out = read_rows(options.points, start.dtype)
+    read, left_out = read_rows(options.points)
     rows, useless = usable(read, start)
     left_out += useless
     require(rows, "--points", options.points, "; ".join(["has no row to fit to", *left_out[:1]]))
     fitted = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
     lines = [
-        f"{len(rows)} rows of {options.points}; lines and columns left out: {len(left_out)}",
+        f"{len(rows)} rows of {options.points}; left out: {len(left_out)}",
         *(f"  {reason}" for reason in left_out[:_REASONS]),
         *([f"  and {len(left_out) - _REASONS} more"] if len(left_out) > _REASONS else []),
         f"step time of the fitted rows: {fitted.inside}",

@@ -21,15 +21,7 @@ from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described
-from titan_like.planner.commands.outcome import (
-    Outcome,
-    Progress,
-    add_price,
-    add_profile,
-    length,
-    read_run,
-    sized,
-)
+from titan_like.planner.commands.outcome import Outcome, Progress, add_price, add_profile, length, read_run, sized
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.profile import Profile

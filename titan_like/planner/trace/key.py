@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 import titan_like
-from titan_like.config.errors import require
 from titan_like.config.options import write_output_file
 from titan_like.config.paths import parse_json
 from titan_like.models.config import TransformerConfig
@@ -47,13 +46,7 @@ class TraceKey(NamedTuple):
 
     @classmethod
     def of(cls, work: Workload) -> TraceKey:
-        """The key of a run's recomputed layers, or of all if there are none.
-
-        Raises:
-            ConfigError: the compiler chooses what is recomputed.
-        """
-        hint = "the planner does not predict what the compiler recomputes; set none, full, selective or experts"
-        require(work.recompute != "budget", "activation_checkpoint.mode", work.recompute, hint)
+        """The key of a run's recomputed layers, or of all if there are none."""
         splits = work.schedule in SPLIT_BACKWARD and work.pipeline > 1 and not work.compiled
         return cls(
             _one_of_each(work.model, work.dropout), work.seq_len, work.decoder_seq_len, work.micro_batch_size,

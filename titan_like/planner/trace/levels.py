@@ -57,11 +57,8 @@ def events_as_compiled(
     tensors that are kept, unless the backward pass needs it in memory, as a matrix product does. A tensor that only the
     kernel which computes it reads is never in memory.
 
-    Args:
-        events: of all segments, operator by operator.
-        compiled: the segments that are compiled.
-        storages: the storages of the events.
-        offloaded: segment → storages that it moves to the host's memory, if they stay for the backward pass.
+    ``compiled`` names these segments; the events are in the order of the operators. ``offloaded`` gives the storages
+    that a segment moves to the host's memory, if they stay for the backward pass.
     """
     ends = {event.storage: event for event in events if event.bytes < 0}
     sizes = {event.storage: event.bytes for event in events if event.bytes > 0}

@@ -115,9 +115,7 @@ class Pass:
     def flops(self, recomputed: bool = False, causal: bool = False) -> int:
         """FLOPs of GEMMs and attention.
 
-        Args:
-            recomputed: count what activation checkpointing repeats.
-            causal: count half of an attention matrix with a causal mask.
+        ``recomputed`` counts what activation checkpointing repeats, ``causal`` half of a matrix with a causal mask.
         """
         amounts = [(gemm.recomputed, gemm.flops, count) for gemm, count in self.gemms.items()]
         amounts += [(core.recomputed, core.flops(causal), count) for core, count in self.attention.items()]
@@ -231,10 +229,8 @@ class Program:
     def grown(self, double: Program, samples: int) -> Program:
         """Estimate the program of a larger microbatch from this one, of a single sample, and ``double``, of two.
 
-        Numbers grow in proportion to the samples. Messages and the fullest moments may differ.
-
-        Raises:
-            DifferError: the programs have different operators.
+        Numbers grow in proportion to the samples. Messages and the fullest moments may differ. Raises a `DifferError`
+        if the programs have different operators.
         """
         return Program.from_json(_grown(self.tree, double.tree, samples))
 

@@ -15,15 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from titan_like.parallel.activation_checkpoint import Recomputed
-from titan_like.planner.trace.levels import (
-    BACKWARD,
-    FORWARD,
-    Event,
-    Storages,
-    View,
-    events_as_compiled,
-    fill_in_levels,
-)
+from titan_like.planner.trace.levels import BACKWARD, FORWARD, Event, Storages, View, events_as_compiled, fill_in_levels
 from titan_like.planner.trace.program import HOST, Attention, Collective, Gemm, Pass, Segment
 from titan_like.planner.trace.stand_ins import DECOMPOSED
 from titan_like.torch_private import TorchDispatchMode, local_tensor, process_group, schema_of
