@@ -166,7 +166,7 @@ def test_a_broken_mixer_is_one_sentence(home: Path, old: str, new: str, sentence
     finally:
         file.write_text(whole)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert f'mixer = "linear": {sentence}' in done.stderr
+    assert f'kinds.linear.mixer = "linear": {sentence}' in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,7 @@ def test_a_broken_mixer_is_one_sentence(home: Path, old: str, new: str, sentence
     [
         (['{linear = {mixer = "liner"}}'], 'mixer = "liner": unknown name; did you mean linear?'),
         (['{linear = {mixer = "linear", options = {}}}'], "kinds.linear.options.head_size: Field required"),
+        (['{linear = {mixer = "linear", options = {head_size = 0}}}'], "kinds.linear.options.head_size: Input should"),
         (['{linear = {mixer = "linear", options = {head_size = 32}, window = 8}}'], "kinds.linear.window 8 is"),
         (['{linear = {mixer = "latent"}}'], 'kinds.linear.mixer "latent" does not fit kv_lora_rank 0'),
         (["", "--data.reset_attention_mask=true"], "data.reset_attention_mask = true: "),

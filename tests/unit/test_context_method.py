@@ -89,7 +89,7 @@ LAYOUTS = [
 def of_method(model, seq_len, tensor, size, method):
     """64 sequences in a step, which as many groups of processes share."""
     work = Workload(model, seq_len, 1, 64, tensor, context=size, context_method=method, shard=64, zero_stage=3)
-    return work._replace(sequence_parallel=tensor > 1, causal=True)
+    return work._replace(sequence_parallel=tensor > 1)
 
 
 @pytest.mark.parametrize(("model", "seq_len", "tensor", "size"), LAYOUTS)

@@ -212,8 +212,9 @@ class DecoderConfig(WithHeadSize, WithExperts):
         from titan_like.models.decoder.mixers import Mixer  # which imports torch
 
         is_mixer = isinstance(mixer, type) and issubclass(mixer, Mixer)
-        require(is_mixer, "mixer", name, f"{entry.value} is not a subclass of titan_like.models.decoder.mixers.Mixer")
-        require(mixer.build is not Mixer.build, "mixer", name, f"{entry.value} has no method build; add it")
+        key, base = f"kinds.{kind}.mixer", "titan_like.models.decoder.mixers.Mixer"
+        require(is_mixer, key, name, f"{entry.value} is not a subclass of {base}")
+        require(mixer.build is not Mixer.build, key, name, f"{entry.value} has no method build; add it")
         return mixer.model_validate(layers.options)
 
     def check_tensor_parallel(self) -> None:
@@ -221,7 +222,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         for name, kind in self.kinds.items():
             mixer = self.mixer_of(name) if kind.mixer else None
             reason = f"{type(mixer).__name__} has no method plan, which tensor parallelism needs; add it"
-            require(mixer is None or mixer.has_plan, "mixer", kind.mixer, reason)
+            require(mixer is None or mixer.has_plan, f"kinds.{name}.mixer", kind.mixer, reason)
 
     @property
     def named_classes(self) -> tuple[type, ...]:

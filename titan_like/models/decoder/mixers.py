@@ -69,10 +69,11 @@ def build_mixer(config: DecoderConfig, kind: str) -> nn.Module:
     except Exception as error:
         if layers.mixer in ("", *MIXERS):
             raise
-        reason = f"{type(mixer).__name__} raises {type(error).__name__} ({first_line(error)}); correct the package"
-        raise ConfigError("mixer", layers.mixer, reason) from error
+        message = f"{type(error).__name__} ({first_line(error)})"
+        reason = f"{type(mixer).__name__} raises {message}; correct the package or its options"
+        raise ConfigError(f"kinds.{kind}.mixer", layers.mixer, reason) from error
     reason = f"{type(mixer).__name__} builds a {type(module).__name__}, not a torch.nn.Module; correct the package"
-    require(isinstance(module, nn.Module), "mixer", layers.mixer, reason)
+    require(isinstance(module, nn.Module), f"kinds.{kind}.mixer", layers.mixer, reason)
     return module
 
 
