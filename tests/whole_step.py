@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -122,6 +123,7 @@ class StepRecorder(Recorder):
 
 
 _resize, _timed = torch.UntypedStorage.resize_, TimedPasses.timed
+_reduce = _fsdp_param_group.foreach_reduce
 
 
 def whole_step(
@@ -260,6 +262,13 @@ def _compiled_layers(recorder: StepRecorder, model: ParallelModel) -> Iterator[N
         with _timed(runner, action):
             yield
 
+    def reduce(*of: Any, **named: Any) -> Any:  # FSDP2's own operators run one by one, in no layer's graph
+        layer, recorder.segment = recorder.segment, _PASSES
+        try:
+            return _reduce(*of, **named)
+        finally:
+            recorder.segment = layer
+
     def reached(output: torch.Tensor, index: int) -> torch.Tensor:
         """The forward pass leaves a part with this output for the next one; the backward pass comes the other way."""
         part = base + index
@@ -270,6 +279,7 @@ def _compiled_layers(recorder: StepRecorder, model: ParallelModel) -> Iterator[N
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(TimedPasses, "timed", timed))
+        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce))
         for stage in model.stages:
             for name, new in _parts_of(stage.module, reached, lambda: recorder.enter(base + 2, FORWARD)).items():
                 stack.enter_context(mock.patch.object(stage.module, name, new))

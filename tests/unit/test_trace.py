@@ -255,6 +255,9 @@ def test_recomputation_repeats_products() -> None:
         ("gpt gpt2_124m 512 1 2 2 pp2 float32", 4, 0.001),  # both ends hold the table
         ("llama llama3.2_1b 1024 1 1 1 adafactor", 4, 0.001),  # fullest in the update
         ("llama llama3.2_1b 1024 1 3 4 z3 offload", 4, 0.001),
+        ("llama llama3.2_1b 1024 1 4 4 z2 pp2 gpipe offload", 4, 0.005),  # a layer leaves during other passes
+        ("llama llama3.2_1b 1024 1 4 4 z3 pp2 v2 dualpipe_v", 8, 0.005),  # weights gathered early in second parts
+        ("moe debug 256 2 3 4 z1 float32", 4, 0.005),  # gradients are added in place
         ("decoder qwen3_8b 512 1 2 4 z2 pp2 hsdp2", 4, 0.001),  # a single shard
         ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 4, 0.005),
         ("llama llama3.2_1b 1024 1 4 4 z3 pp2", 4, 0.01),

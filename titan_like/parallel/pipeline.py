@@ -109,6 +109,7 @@ class RunningStage(PipelineStage, TimedPasses):
         if deferred is not None:
             self._products[bwd_chunk_id] = deferred.take()
             if full_backward:
+                del hidden, output, gradient  # the second part needs their memory
                 self._add_products(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_args: Any, **_kwargs: Any) -> None:
@@ -159,6 +160,7 @@ class RunningStage(PipelineStage, TimedPasses):
     def _add_products(self, microbatch: int) -> None:
         for product in self._products.pop(microbatch):
             product.add()
+            del product  # before gradients are reduced
         self.stage.data_parallel.reduce_gradients(is_last=self._is_last_backward())
 
     def _is_last_backward(self) -> bool:

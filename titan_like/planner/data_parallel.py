@@ -116,6 +116,11 @@ class Rules(NamedTuple):
         has_first_parts = pass_.kind != "W" or pass_.gradients in Gradients.WAITING
         return self.reduces_every_pass and not self.replicated and not has_first_parts
 
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether autograd itself adds fresh gradients to sums over microbatches, so none of them waits for others."""
+        return not (self.copied or self.reduces_every_pass) and self.compute == self.master == self.reduce
+
     def frees(self, pass_: PassKind) -> bool:
         """Whether a pass frees gathered weights. A backward pass does so unit by unit before it reduces gradients."""
         return self.wrapped and (self.gathers_every_pass or (pass_.is_last and pass_.kind in "BW"))

@@ -133,6 +133,7 @@ def rank_moments(
     gathered = np.array(weights)[every, occupied.weights].sum(1)
     kept = np.array(gradients)[every, occupied.gradients].sum(1)
     totals = occupied.held @ [stage.held for stage in stages] + occupied.deferred @ [stage.deferred for stage in stages]
+    totals += (occupied.waiting > 0) @ [stage.leaving for stage in stages]
     totals += occupied.messages * programs[occupied.stages[0]].message + gathered + kept
     totals += np.array([sum(usage[:3]) for usage in usages])[occupied.running]
     fullest = int(totals.argmax())

@@ -128,6 +128,7 @@ class PassGradients:
         self.accumulated, _ = stage.accumulated(pass_.gradients)  # the pass frees the input of the last reduction
         self.retained = 0
         self.is_first = pass_.gradients == Gradients.NONE
+        self.adds_in_place = not self.is_first and self.rules.adds_in_place
         self.has_shards = self.rules.has_shards(pass_.gradients)
         self.done = self.fresh = self.outside = 0  # elements: all so far, of the current unit, outside layers
         self.reduced = 0
@@ -140,9 +141,8 @@ class PassGradients:
     def during(self, part: Placed, produced: int) -> int:
         """Bytes when a segment's pass has produced this many elements."""
         rules = self.rules
-        if not rules.wrapped:  # added in place to what there is
-            fresh = self.done + produced if self.is_first else min(produced, self.stage.largest_parameter)
-            return self.accumulated + rules.master * fresh
+        if not rules.wrapped and not self.adds_in_place:
+            return self.accumulated + rules.master * (self.done + produced)
         accumulated, retained = self.accumulated, self.retained
         if part.follow_experts(produced):
             produced -= part.experts
@@ -151,6 +151,8 @@ class PassGradients:
                 accumulated -= min(accumulated, retained) if rules.zero_stage == 1 else 0
             elif self.is_first:  # experts' gradients are accumulated already
                 accumulated += rules.reduce * part.experts
+        if self.adds_in_place:
+            return accumulated + retained + rules.compute * min(produced, self.stage.largest_parameter)
         return accumulated + retained + rules.compute * (self.outside + self.fresh + produced)
 
     def produce(self, part: Placed) -> None:
@@ -174,13 +176,13 @@ class PassGradients:
             return
         produced = self.fresh or min(unit.elements, self.outside)
         self.outside -= 0 if self.fresh else produced
-        self.fresh, rest = 0, rules.compute * self.outside
+        self.fresh, rest = 0, 0 if self.adds_in_place else rules.compute * self.outside
         if not self.reduces:
             before, sums = self.accumulated + self.retained, rules.reduce * produced if self.is_first else 0
             self.accumulated += sums * (1 + repeats)
             # One parameter after the other is converted, unless sums have the type of gradients.
             converted = sums + rules.compute * min(produced, unit.largest_parameter)
-            fresh = rules.compute * produced
+            fresh = 0 if self.adds_in_place else rules.compute * produced
             if rules.reduce != rules.compute:
                 fresh = max(fresh, converted)
             yield before + rest + fresh, self.shards, False

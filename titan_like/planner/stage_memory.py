@@ -38,6 +38,8 @@ class StageMemory:
         # the input of a stage's first layer, which stays.
         self.moving = max([segment.offloaded for segment in stage.segments])
         self.held += self.received if self.moving > 0 else 0
+        # The newest microbatch's last layer leaves during the next forward pass, whatever backward passes come first.
+        self.leaving = stage.layers[-1].offloaded
         self.deferred = sum([segment.deferred for segment in stage.segments])
         # Elements that are gathered, and those of them that need a buffer: of the root, and of units before the layers.
         roots = [unit for unit in stage.ends if not unit.name]
@@ -153,6 +155,7 @@ class StageMemory:
                 yield held + activations, during, weights + extra, reduced
         weights = self._weights_at_end(pass_) - freed
         held = self.received - self.held + (self.deferred if pass_.kind == "I" else 0)
+        held += 0 if self.stage.is_last else self.stage.message
         for end in sorted(self.stage.ends):  # the root first
             weights -= rules.compute * rules.gathered_elements(end) if frees else 0
             if not end.parameters:
@@ -183,23 +186,24 @@ class StageMemory:
         return rules.compute * (self.stage.elements if not rules.gathers_every_pass else self.root + self.table + early)
 
     def _second_part(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
-        """All products are computed before any is accumulated or reduced."""
+        """All products are computed before any is accumulated or reduced. Weights count from what there is before."""
         rules, (accumulated, retained) = self.rules, self.gradients.accumulated(pass_.gradients)
-        weights = self._gathered(Weights.AFTER_FORWARD) if not rules.gathers_every_pass else 0
-        fresh = rules.compute * self.gradients.matrices
-        if not (rules.wrapped or rules.copied or pass_.is_first):
-            fresh = min(fresh, rules.compute * self.gradients.largest_parameter)
-        yield 0, accumulated + retained + fresh, weights, 0
+        weights, fresh = 0, rules.compute * self.gradients.matrices
+        if rules.adds_in_place and not pass_.is_first:
+            yield 0, accumulated + rules.compute * self.gradients.largest_parameter, weights, 0
+            fresh = 0
+        else:
+            yield 0, accumulated + retained + fresh, weights, 0
         if not rules.wrapped:
             return
         # The products' inputs are freed. One unit after the other is converted, and reduced.
-        reduces, adds_in_place = rules.reduces(pass_), not rules.reduces_every_pass and not pass_.is_first
+        reduces, had_sums = rules.reduces(pass_), not rules.reduces_every_pass and not pass_.is_first
         lacks_vectors = rules.reduces_matrices_alone(pass_)
         trained = (unit for unit in self.stage.units if unit.parameters)
         for unit in sorted(trained, key=lambda unit: unit.name == "layers"):
             matrices, present = unit.matrices.elements, unit.matrices if lacks_vectors else unit
-            accumulated += 0 if adds_in_place else rules.reduce * matrices
-            fresh -= rules.compute * matrices
+            accumulated += 0 if had_sums else rules.reduce * matrices
+            fresh -= min(fresh, rules.compute * matrices)
             reduced = rules.reduce * present.elements if reduces else 0
             if rules.frees(pass_) and not rules.gathers_every_pass:
                 weights -= rules.compute * unit.elements

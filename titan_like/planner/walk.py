@@ -67,9 +67,10 @@ class Occupancy(NamedTuple):
     stages: tuple[int, ...]  # numbers in the pipeline
     passes: tuple[tuple[PassKind, ...], ...]  # of each stage
     held: np.ndarray  # [moments, stages]: microbatches between forward and backward pass
+    waiting: np.ndarray  # [moments, stages]: of these, all but the one whose backward pass runs
     deferred: np.ndarray  # [moments, stages]: microbatches between the two parts of a backward pass
     # [moments, stages]: states of gathered weights and of gradients. The running stage has 0, because its states
-    # are part of the pass.
+    # are part of the pass, except the weights of a second part of a backward pass.
     weights: np.ndarray
     gradients: np.ndarray
     messages: np.ndarray  # [moments]
@@ -109,25 +110,24 @@ def _occupancy(schedule: PipelineSchedule, rank: int, splits_backward: bool, wit
     held, deferred = [0] * count, [0] * count
     states = [StageState(schedule.microbatches) for _ in stages]
     weights, gradients = [Weights.NOT_GATHERED] * count, [Gradients.NONE] * count
-    arrived = sent = 0  # messages
+    waiting = sent = 0  # messages: between a pass and its transfer, and on their way
     # For equal states, only the moments that no other moment matches or exceeds in every count.
     moments: _Moments = {}
     for kind, stage, _ in steps_as_run(schedule, rank, splits_backward, with_messages):
         if kind not in _KINDS:
-            arrived += kind[0] == "R"  # RECV_F or RECV_B; the others are SEND_F and SEND_B
-            sent += kind[0] == "S"
+            is_send = kind[0] == "S"  # SEND_F or SEND_B; the others are RECV_F and RECV_B
+            waiting += -1 if is_send else 1
+            sent += is_send
             continue
         n = place[stage]
         takes = stage != (0 if kind == "F" else last_stage) and kind != "W"  # a message
-        arrived -= takes
-        messages = arrived + min(sent, MAX_PENDING_SENDS) if with_messages else 0
+        waiting -= takes
+        messages = waiting + min(sent, MAX_PENDING_SENDS) if with_messages else 0
         weights_before, gradients_before = tuple(weights), tuple(gradients)
         key = n, states[n].advance(kind), weights_before, gradients_before
         weights[n], gradients[n] = states[n].weights, states[n].gradients
         _keep(moments.setdefault(key, []), (*held, *deferred, messages))
-        gives = stage != (last_stage if kind == "F" else 0) and kind != "W"
-        neighbour = stage + (1 if kind == "F" else -1)
-        arrived += gives and neighbour in place  # to a stage on the same rank
+        waiting += stage != (last_stage if kind == "F" else 0) and kind != "W"
         if kind == "F":
             held[n] += 1
         else:
@@ -175,5 +175,9 @@ def _as_arrays(stages: tuple[int, ...], moments: _Moments) -> Occupancy:
     ]
     parts = np.split(np.array(rows), [len(stages) * part for part in (1, 2, 3, 4)], axis=1)
     held, deferred, weights, gradients, (messages, running, position) = *parts[:4], parts[4].T
-    weights[np.arange(len(rows)), position] = gradients[np.arange(len(rows)), position] = 0
-    return Occupancy(stages, passes, held, deferred, weights, gradients, messages, running)
+    every, kinds = np.arange(len(rows)), np.array([pass_.kind for _, pass_ in number])[running]
+    weights[every, position] *= kinds == "W"
+    gradients[every, position] = 0
+    waiting = held.copy()
+    waiting[every, position] -= np.isin(kinds, ("B", "I"))
+    return Occupancy(stages, passes, held, waiting, deferred, weights, gradients, messages, running)
