@@ -61,5 +61,5 @@ def test_rows_of_bert_attend_to_both_sides():
         "gpus": 8, "tp": 1, "pp": 1, "gbs": 1024, "mbs": 8, "step_time_s": 10, "notes": "mine",
     }  # fmt: skip
     row = {key: str(value) for key, value in table.items()}
-    assert not row_from(row).work.causal
+    assert not row_from(row).work.model.is_causal
     assert row_from(row | {"model": "GPT-1.3B"}).work.causal
