@@ -53,13 +53,3 @@ def test_sharing_sequences_saves_memory_and_costs_time():
     assert held == sorted(held, reverse=True)
     gpu_seconds = [step_time(work, H100).total * work.num_gpus for work in works]
     assert gpu_seconds == sorted(gpu_seconds)
-
-
-def test_rows_of_bert_attend_to_both_sides():
-    table = {
-        "model": "BERT-1.3B", "layers": 24, "hidden": 2048, "heads": 32, "seq": 512, "vocab": 30522, "gpu": "A100-80GB",
-        "gpus": 8, "tp": 1, "pp": 1, "gbs": 1024, "mbs": 8, "step_time_s": 10, "notes": "mine",
-    }  # fmt: skip
-    row = {key: str(value) for key, value in table.items()}
-    assert not row_from(row).work.model.is_causal
-    assert row_from(row | {"model": "GPT-1.3B"}).work.causal

@@ -39,7 +39,7 @@ class StageMemory:
         self.moving = max([segment.offloaded for segment in stage.segments])
         self.held += self.received if self.moving > 0 else 0
         # The newest microbatch's last layer leaves during the next forward pass, whatever backward passes come first.
-        self.leaving = stage.layers[-1].offloaded
+        self.leaving = stage.layers[-1].offloaded if stage.layers else 0
         self.deferred = sum([segment.deferred for segment in stage.segments])
         # Elements that are gathered, and those of them that need a buffer: of the root, and of units before the layers.
         roots = [unit for unit in stage.ends if not unit.name]
