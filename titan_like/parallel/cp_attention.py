@@ -77,7 +77,7 @@ class BlockSteps(NamedTuple):
 
     @classmethod
     def default(cls) -> BlockSteps:
-        """Those of this module."""
+        """The steps that training runs."""
         return cls(_attend, _gradients, _merge, _exchange)
 
 
