@@ -177,7 +177,7 @@ def whole_step(
 def _finish(
     recorder: StepRecorder, model: ParallelModel, optimizer: torch.optim.Optimizer, layout: Layout, mesh: Any
 ) -> None:
-    """What the trainer does after the passes. Rules of torch read numbers that fake tensors lack, and are left out."""
+    """What the trainer does after the passes. AdamW of torch reads numbers that fake tensors lack, and is left out."""
     recorder.enter(_SUMS, FORWARD)
     sum_partial_gradients([p for stage in model.stages for p in partial_parameters(stage.module)])
     if layout.pipeline > 1:
@@ -185,9 +185,9 @@ def _finish(
     recorder.enter(_NORM, FORWARD)
     factor = Gradients(model.counted_parameters(), mesh, model.expert_mesh).norm().double()
     recorder.enter(_UPDATE, FORWARD)
-    if isinstance(optimizer, ShardedOptimizer):
-        held = Gradients(model.parameters(), mesh, model.expert_mesh)
-        update(optimizer, held, 1.0, factor, torch.zeros(()))
+    skip: Any = torch.zeros(()) if isinstance(optimizer, ShardedOptimizer) else False  # which the host reads
+    if not isinstance(optimizer, torch.optim.AdamW):
+        update(optimizer, Gradients(model.parameters(), mesh, model.expert_mesh), 1.0, factor, skip)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import SCHEDULES, schedule_table, stages_per_rank
 from titan_like.planner import trace as traces
-from titan_like.planner.memory import candidates, rank_memory
+from titan_like.planner.memory import candidates, rank_memory, rank_moments
 from titan_like.planner.trace import run, trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Moment, Program, fullest
@@ -112,13 +112,13 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) 
 def test_a_moment_is_left_out_only_where_another_one_is_always_fuller() -> None:
     moments = [Moment(10, 0), Moment(9, 2), Moment(5, 3), Moment(4, 6), Moment(3, 6), Moment(1, 7)]
     kept = fullest(moments)
-    for bytes_of_element in (0, 0.5, 1, 2, 4, 100):
+    for bytes_of_element, most in product((0, 0.5, 1, 2, 4, 100), (1, 2, 3, 9)):  # of gradients, at once
 
-        def size(moment: Moment, each: float = bytes_of_element) -> float:
-            return moment.activations + each * moment.gradients
+        def size(moment: Moment, each: float = bytes_of_element, limit: int = most) -> float:
+            return moment.activations + each * min(moment.gradients, limit)
 
         assert max(map(size, kept)) == max(map(size, moments))
-    assert kept == [Moment(10, 0), Moment(9, 2), Moment(4, 6), Moment(1, 7)]
+    assert kept == [Moment(10, 0), Moment(9, 2), Moment(5, 3), Moment(4, 6), Moment(1, 7)]
 
 
 # --- What a step sends and computes -----------------------------------------------------------------------------------
@@ -283,6 +283,22 @@ def test_the_peak_is_that_of_the_whole_step(layout: str, layers: int, within: fl
         low, high = (0.025, 0.065) if torch.__version__ >= "2.15" else (within, within)
         assert -low <= composed.total / whole.peak - 1 <= high
         assert (composed.parameters, composed.optimizer) == (whole.weights, whole.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [
+        ("llama llama3.2_1b 512 1 1 1 sgd", 4),
+        ("llama llama3.2_1b 512 1 2 4 z2 adafactor", 4),
+        ("gpt gpt2_355m 512 1 2 6 z3 muon", 3),  # rows are uneven
+        ("moe olmoe_1b_7b 512 1 1 8 z1 tp2 sp ep4 muon", 2),
+        ("moe olmoe_1b_7b 512 1 1 2 z0 ep2 muon", 2),  # each process has whole matrices
+    ],
+)
+def test_the_fullest_moment_of_the_update_is_that_of_the_whole_step(layout: str, layers: int) -> None:
+    config, model, where = a_run(layout, num_layers=layers)
+    _, update = rank_moments(workload_of(config, model, where), 0)
+    assert update.total == pytest.approx(whole_step(config, model, where, 0).update, rel=0.0025)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,15 @@ def test_counted_bytes_per_element(settings: dict[str, Any], traffic: int, in_la
     assert (work.traffic, work.traffic + work.matrix_traffic) == (traffic, in_layers or traffic)
 
 
+def test_counted_workspace() -> None:
+    # Decay gives all gradients new storage at once. Muon has a direction, iterates before and after a step, and two
+    # products of the shorter side, all in bfloat16.
+    sgd, muon = (update_work(Optimizer(name=name)) for name in ("sgd", "muon"))
+    assert (sgd.held, sgd.workspace, sgd.matrix_workspace, sgd.widens) == (4, 0, 0, True)
+    assert (muon.held, muon.workspace, muon.widens) == (0, 0, False)
+    assert muon.workspace_of_matrix(30, 10) == 3 * 2 * 300 + 2 * 2 * 100
+
+
 def test_fused_adamw_is_counted_as_its_constant_says() -> None:
     assert _update_work(Optimizer().model_dump_json()) == ADAMW_WORK
 
@@ -137,8 +146,8 @@ def test_an_optimizer_of_another_package_is_counted(monkeypatch: pytest.MonkeyPa
     for name in ("lion", "whitened"):
         monkeypatch.setitem(RULES, name, f"{__name__}:{name}")
     work = update_work(Optimizer(name="lion"))
-    # The gradients' clipping first. A direction and its factors exist at once.
-    assert work == UpdateWork(8 + 12 + 8 + 8 + 12 + 12, workspace=8, matrix_workspace=8)
+    # The gradients' clipping first. A direction and its factors exist at once, and the direction of the matrix before.
+    assert work == UpdateWork(8 + 12 + 8 + 8 + 12 + 12, widens=True, workspace=12, matrix_workspace=12)
     work = update_work(Optimizer(name="whitened"))
     assert work.gemms(30, 70) == {(70, 70, 30): 1, (30, 70, 70): 1}
     assert (work.traffic, work.gemm_dtype) == (8 + 12, "float32")

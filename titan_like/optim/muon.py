@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import heapreplace
 from math import prod
 from typing import Any
 
@@ -98,8 +99,10 @@ class MatrixExchange:
         self, sent: list[torch.Tensor], send_sizes: list[int], receive_sizes: list[int], like: torch.Tensor
     ) -> torch.Tensor:
         """All-to-all of tensors ordered by their receiver. Returns all elements, ordered by their sender."""
-        outgoing = torch.cat([tensor.flatten() for tensor in sent]) if sent else like.new_empty(0)
-        incoming = like.new_empty(sum(receive_sizes))
+        outgoing, incoming = like.new_empty(sum(send_sizes)), like.new_empty(sum(receive_sizes))
+        pieces = outgoing.split([tensor.numel() for tensor in sent])
+        if sent:
+            copy_all_([piece.view_as(tensor) for piece, tensor in zip(pieces, sent, strict=True)], sent)
         dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=self.group)
         return incoming
 
@@ -116,12 +119,11 @@ def assign_owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
 
     A matrix's work is its Newton-Schulz matmuls. The largest goes first, to the least busy rank.
     """
-    owners, work = [0] * len(shapes), [0] * size
+    owners, heap = [0] * len(shapes), [(0, rank) for rank in range(size)]  # work of each rank
     costs = [prod(shape) * min(shape) for shape in shapes]
     for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
-        owner = min(range(size), key=lambda rank: work[rank])
-        owners[index] = owner
-        work[owner] += costs[index]
+        work, owners[index] = heap[0]
+        heapreplace(heap, (work + costs[index], owners[index]))
     return owners
 
 
@@ -197,11 +199,15 @@ class Muon(FusedAdamW):
         """Update the momenta and the matrices of one set."""
         if exchange is None:
             for parameter, group in members:
-                stack = self._direction(parameter).unflatten(0, (matrices_here(parameter), -1))
-                self._apply(parameter, group, self._orthogonalise(stack).flatten(0, 1))
+                shape = matrices_here(parameter), -1  # what follows has no name, which would keep it for too long
+                self._apply(
+                    parameter, group, self._orthogonalise(self._direction(parameter).unflatten(0, shape)).flatten(0, 1)
+                )
             return
         directions = [self._direction(parameter) for parameter, _ in members]
-        wholes = {number: self._orthogonalise(stack) for number, stack in exchange.gather(directions).items()}
+        wholes = exchange.gather(directions)
+        for stack in wholes.values():
+            stack.copy_(self._orthogonalise(stack))
         exchange.scatter(wholes, directions)
         for (parameter, group), direction in zip(members, directions, strict=True):
             self._apply(parameter, group, direction)

@@ -27,8 +27,15 @@ class UpdateWork(NamedTuple):
     matrix_traffic: float = 0  # in addition, for matrices inside layers
     matrix_gemms: tuple[tuple[Gemm, int], ...] = ()  # GEMM → calls, for a matrix [_SHORT, _LONG] inside layers
     gemm_dtype: str = "float32"
-    workspace: float = 0  # most bytes at once beside weight, gradient and state, per element of the matrix
-    matrix_workspace: float = 0  # the same for matrices inside layers
+    widens: bool = False  # whether gradients in a 16-bit dtype are converted first
+    held: float = 0  # bytes at once beside weight, gradient and state, per element of all parameters together
+    workspace: float = 0  # most bytes in addition, per element of one matrix
+    matrix_workspace: float = 0  # the same for matrices inside layers, whose
+    square_workspace: float = 0  # tensors of the shorter side, squared, come in addition
+
+    def workspace_of_matrix(self, rows: int, columns: int) -> float:
+        """Bytes at once beside weight, gradient and state, in an update of a matrix inside layers."""
+        return self.matrix_workspace * rows * columns + self.square_workspace * min(rows, columns) ** 2
 
     def gemms(self, rows: int, columns: int) -> Counter[Gemm]:
         """The number of calls of each GEMM in an update of a matrix inside layers."""
@@ -59,27 +66,37 @@ def update_work(section: OptimizerSection) -> UpdateWork:
 @lru_cache(maxsize=64)
 def _update_work(section: str) -> UpdateWork:
     rule, shape = OptimizerSection.model_validate_json(section), (_SHORT, _LONG)
-    layer, table = (updated(name, shape, rule)[2] for name in ("layers.0", "table"))
-    traffic, matrix_traffic = (counted.nbytes / (_SHORT * _LONG) for counted in (table, layer))
-    workspaces = (counted.peak / (_SHORT * _LONG) for counted in (table, layer))
-    return UpdateWork(traffic, matrix_traffic - traffic, tuple(layer.gemms.items()), layer.gemm_dtype, *workspaces)
+    optimizer, _, layer = updated("layers.0", shape, rule)
+    tables = [updated("table", shape, rule, number=number)[2] for number in (1, 2, 3)]
+    traffic, matrix_traffic = (counted.nbytes / (_SHORT * _LONG) for counted in (tables[0], layer))
+    single, double, triple, of_layer = (counted.peak[0] / (_SHORT * _LONG) for counted in (*tables, layer))
+    held = triple - double
+    left = double - single - held  # by one parameter while the next is updated
+    widens, squares = not getattr(optimizer, "takes_factor", False), layer.peak[1] / _SHORT**2
+    work = traffic, matrix_traffic - traffic, tuple(layer.gemms.items()), layer.gemm_dtype
+    return UpdateWork(*work, widens, held, single - held + left, of_layer - held + left, squares)
 
 
 def updated(
-    name: str, shape: tuple[int, ...], section: OptimizerSection, matrices: int = 1
+    name: str, shape: tuple[int, ...], section: OptimizerSection, matrices: int = 1, number: int = 1
 ) -> tuple[torch.optim.Optimizer, torch.nn.Parameter, UpdateCounter]:
-    """An optimizer that has updated one parameter, a stack of ``matrices``, twice, and what the second update took."""
+    """An optimizer that has updated a ``number`` of equal parameters twice, and what the second update took.
+
+    Each of them is a stack of ``matrices``. The first one is returned too.
+    """
     from titan_like.optim.optimizer import Gradients, build_optimizer, update  # imports DTensor, for 0.5 s
 
-    parameter = torch.nn.Parameter(torch.zeros(shape))
-    parameter.num_matrices = matrices  # type: ignore[attr-defined]
-    optimizer, gradients = build_optimizer([(name, parameter)], section), Gradients([parameter])
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(number)]
+    for parameter in parameters:
+        parameter.num_matrices = matrices  # type: ignore[attr-defined]
+    optimizer, gradients = build_optimizer([(name, p) for p in parameters], section), Gradients(parameters)
     clip, skip = torch.ones((), dtype=torch.float64), torch.tensor(False)
     for _ in range(2):  # the first update creates the state
-        parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
         with UpdateCounter() as counter:
             update(optimizer, gradients, section.lr, clip, skip)
-    return optimizer, parameter, counter
+    return optimizer, parameters[0], counter
 
 
 class UpdateCounter(TorchDispatchMode):
@@ -88,7 +105,8 @@ class UpdateCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
-        self.held = self.peak = 0  # bytes that operators have allocated
+        # Bytes that operators have allocated: tensors as large as the matrix, and as a square of its shorter side.
+        self.held = self.peak = (0, 0)
         self.gemms = Counter[Gemm]()
         self.gemm_dtype = "float32"
 
@@ -118,17 +136,19 @@ class UpdateCounter(TorchDispatchMode):
         self.nbytes += sum(tensor.nbytes for tensor in _large(tensors))
 
     def _hold(self, created: list[torch.Tensor]) -> None:
-        for storage in {tensor.untyped_storage() for tensor in _large(created)}:
-            self.held += storage.nbytes()
-            self.peak = max(self.peak, self.held)
-            weakref.finalize(storage, self._free, storage.nbytes())
+        large = {tensor.untyped_storage() for tensor in _large(created)}
+        for storage in {tensor.untyped_storage() for tensor in _large(created, _SHORT**2)}:
+            size = (storage.nbytes(), 0) if storage in large else (0, storage.nbytes())
+            self._add_held(*size)
+            self.peak = max(self.peak, self.held, key=sum)
+            weakref.finalize(storage, self._add_held, -size[0], -size[1])
 
-    def _free(self, size: int) -> None:
-        self.held -= size
+    def _add_held(self, of_matrices: int, of_squares: int) -> None:
+        self.held = self.held[0] + of_matrices, self.held[1] + of_squares
 
 
-def _large(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if len(tensor.untyped_storage()) >= _SHORT * _LONG * tensor.itemsize]
+def _large(tensors: list[torch.Tensor], elements: int = _SHORT * _LONG) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if len(tensor.untyped_storage()) >= elements * tensor.itemsize]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
 from titan_like.planner.stages import StageProgram, pipeline_program, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
+from titan_like.planner.update_time import unsplit_key, update_workspace
 from titan_like.planner.walk import occupancy
 from titan_like.planner.workload import Workload, pipeline_of
 
@@ -151,7 +152,8 @@ def rank_moments(
     )
     gradients_of = [(stage.gradients, shard) for stage, shard in zip(stages, elements, strict=True)]
     at_update = sum(of_stage.at_update(shard, work.microbatches, work.update) for of_stage, shard in gradients_of)
-    at_update += max(round(of_stage.workspace(work.update, shard)) for of_stage, shard in gradients_of)
+    at_update += round(work.update.held * sum(elements))
+    at_update += update_workspace(work.update, unsplit_key(work), tuple(stage.stage for stage in stages), shards)
     # Before it, ranks exchange the gradients of a table that both ends hold.
     ends, copied = pipeline_of(work).ranks, pipeline_program(work).copied
     if copied and rank in (ends[0], ends[-1]):

@@ -33,12 +33,6 @@ class Placed(NamedTuple):
         """Whether the last of the ``produced`` elements come after the experts' gradients."""
         return 0 < self.experts <= self.through_experts < produced
 
-    @property
-    def at_experts(self) -> int:
-        """Bytes of activations when the experts' gradients are complete."""
-        later = [moment for moment in self.segment.backward.moments if moment.gradients >= self.through_experts]
-        return min(later, key=lambda moment: moment.gradients).activations
-
 
 class StageGradients:
     """Bytes of a stage's gradients between passes."""
@@ -90,14 +84,6 @@ class StageGradients:
         is_of_matrices = state in (Gradients.MATRICES, Gradients.MATRICES_AND_FIRST_PARTS)
         return 0, rules.reduce * (self.last_matrices if is_of_matrices else self.last_reduced)
 
-    def workspace(self, update: UpdateWork, shard: int) -> float:
-        """Bytes that an update needs beside gradients, for this process's ``shard`` of the parameters."""
-        largest = {True: 0, False: 0}  # elements of a parameter, inside and outside layers
-        for segment, is_layer, _ in self.stage.counts:
-            largest[is_layer] = max(largest[is_layer], segment.largest_parameter)
-        most = max(update.matrix_workspace * largest[True], update.workspace * largest[False])
-        return most * shard / max(self.elements, 1)
-
     def at_update(self, shard: int, microbatches: int, update: UpdateWork) -> int:
         """Bytes during the optimizer's update, less the copies that have been freed.
 
@@ -106,7 +92,7 @@ class StageGradients:
         rules = self.rules
         if not rules.copied:
             return self.between_passes(Gradients.FINISHED, shard)
-        element = rules.compute if microbatches == 1 else rules.master
+        element = rules.compute if microbatches == 1 and not update.widens else rules.master
         peak = held = element * self.elements - self.freed
         makes_copies = self.frees_copies and update == ADAMW_WORK
         for size in sorted(unit.elements for unit in self.copied_units) if makes_copies else ():

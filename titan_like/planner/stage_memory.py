@@ -151,7 +151,7 @@ class StageMemory:
             if not gathers:
                 freed += unit * (1 + part.repeats)
             for during, reduced, is_early in gradients.complete(part.unit, part.repeats):
-                activations, extra = (part.at_experts, unit - experts) if is_early else (part.segment.output, 0)
+                activations, extra = (part.segment.at_experts, unit - experts) if is_early else (part.segment.output, 0)
                 yield held + activations, during, weights + extra, reduced
         weights = self._weights_at_end(pass_) - freed
         held = self.received - self.held + (self.deferred if pass_.kind == "I" else 0)

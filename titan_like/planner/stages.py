@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -101,6 +101,11 @@ def _stage_program(key: TraceKey, place: StagePlace, every: int, source: Source)
     program = source(key)
     plain = program if every == 1 else source(key._replace(recompute="none"))
     layers = [(plain if (before + n) % every else program).layers[kind] for n, kind in enumerate(kinds)]
+    if key.lora.rank and is_first and kinds:
+        frozen = source(key._replace(frozen_input=True))
+        # The first layer's input is freed once later segments have begun.
+        less = sum(a.kept - b.kept for a, b in zip(program.segments(), frozen.segments(), strict=True))
+        layers[0] = replace(frozen.layers[kinds[0]], kept=layers[0].kept - less)
     if key.offload and is_last:  # whose last layer keeps its tensors
         last = len(kinds) - 1
         recompute = "none" if (before + last) % every else key.recompute

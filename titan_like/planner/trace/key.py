@@ -43,6 +43,7 @@ class TraceKey(NamedTuple):
     compiled: bool = False
     offload: bool = False
     lora: Adapters = Adapters()
+    frozen_input: bool = False  # the first layer's input, which comes from a frozen table, has no gradient
 
     @classmethod
     def of(cls, work: Workload) -> TraceKey:

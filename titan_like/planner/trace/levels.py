@@ -8,7 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_like.planner.trace.program import Moment, Segment, fullest
+from titan_like.planner.trace.program import EXPERTS_END, Moment, Segment, fullest
 
 FORWARD, BACKWARD, WEIGHTS = range(3)  # passes, in the order of `Segment.passes`
 
@@ -143,6 +143,8 @@ def fill_in_levels(
                 if index < last:
                     previous.deferred = max(0, carried - before)
                 previous = segment
+        elif number == EXPERTS_END:
+            segment.at_experts = level - starts[index] - carried
         elif gradient is not None and which == FORWARD:
             level += size
             early[number] = early.get(number, 0) + size

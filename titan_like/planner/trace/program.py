@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 PASSES = ("forward", "backward", "weights")
 HOST = "host"  # the group of a `Collective` that is a copy to or from the host's memory
+EXPERTS_END = -1  # in place of an event's storage: the backward pass of a layer's experts is over
 
 
 class Gemm(NamedTuple):
@@ -151,6 +152,7 @@ class Segment:
     kept: int = 0  # bytes that stay from the forward to the backward pass: the output too, but not the input
     deferred: int = 0  # bytes that stay from the first to the second part of a split backward pass
     output: int = 0  # bytes
+    at_experts: int = 0  # bytes of activations when the experts' gradients are complete
     parameters: list[Parameter] = field(default_factory=list)  # that are trained
     frozen: list[Parameter] = field(default_factory=list)
 
@@ -264,16 +266,10 @@ def _grown(single: Any, double: Any, samples: int, name: str = "") -> Any:
 
 
 def fullest(moments: Iterable[Moment]) -> list[Moment]:
-    """The moments of which one is the fullest, however many bytes an element of a gradient takes."""
-    hull: list[Moment] = []
-    for moment in sorted(set(moments), key=lambda candidate: (candidate.gradients, -candidate.activations)):
-        while hull and hull[-1].activations <= moment.activations:
-            hull.pop()
-        # The last one is below the line from the one before it to the new one.
-        while len(hull) > 1 and (hull[-1].activations - hull[-2].activations) * (
-            moment.gradients - hull[-2].gradients
-        ) <= (moment.activations - hull[-2].activations) * (hull[-1].gradients - hull[-2].gradients):
-            hull.pop()
-        if not hull or moment.gradients > hull[-1].gradients:
-            hull.append(moment)
-    return hull
+    """The moments that no other one matches or exceeds in both activations and gradients."""
+    front: list[Moment] = []
+    for moment in sorted(set(moments), key=lambda candidate: (candidate.gradients, candidate.activations)):
+        while front and front[-1].activations <= moment.activations:
+            front.pop()
+        front.append(moment)
+    return front

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from titan_like.parallel.activation_checkpoint import Recomputed
 from titan_like.planner.trace.levels import BACKWARD, FORWARD, Event, Storages, View, events_as_compiled, fill_in_levels
-from titan_like.planner.trace.program import HOST, Attention, Collective, Gemm, Pass, Segment
+from titan_like.planner.trace.program import EXPERTS_END, HOST, Attention, Collective, Gemm, Pass, Segment
 from titan_like.planner.trace.stand_ins import DECOMPOSED
 from titan_like.torch_private import TorchDispatchMode, local_tensor, process_group, schema_of
 
@@ -73,6 +73,11 @@ class Recorder(TorchDispatchMode):
         self._end_fusion()
         boundary = 0 if gradient is None else self.number_of(gradient)
         self.events.append(Event(segment, which, 0, 0, boundary))
+
+    def follow_experts(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Note when the backward pass of a layer's experts is over, as FSDP2 does: by the gradient of their input."""
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: self.events.append(Event(self.segment, BACKWARD, EXPERTS_END, 0)))
 
     def follow_recomputation(self, model: nn.Module) -> None:
         """Tell apart what activation checkpointing repeats."""

@@ -18,6 +18,7 @@ from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.data.batch import Batch
 from titan_like.models import parts
+from titan_like.models.layers.experts import Experts
 from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import matrices_here
 from titan_like.parallel.apply import Recipe, build_stages
@@ -87,6 +88,8 @@ def run_trace(key: TraceKey) -> Program:
         for module in modules:
             without_host_reads(module, key.expert_load)
             recorder.follow_recomputation(module)
+            for experts in (part for part in module.modules() if isinstance(part, Experts)):
+                experts.register_forward_pre_hook(recorder.follow_experts)
         for parameter in (parameter for module in modules for parameter in summed_in_full(module)):
             if not isinstance(parameter, DTensor):  # FSDP2 rounds a DTensor's sum
                 parameter.grad_dtype = torch.promote_types(dtype, torch.float32)
@@ -98,7 +101,7 @@ def run_trace(key: TraceKey) -> Program:
         for parameter in (parameter for _, parameter, _ in named if parameter.requires_grad):
             parameter.register_post_accumulate_grad_hook(lambda weight: _take(weight, recorder))
             parameter.register_post_accumulate_grad_hook(lambda weight: complete.append(id(weight)))
-        extend(modules[0], _Watched, recorder=recorder)
+        extend(modules[0], _Watched, recorder=recorder, frozen_input=key.frozen_input)
         for module in modules[1:]:
             extend(module, _OutputAlone)
         with mode, recorder:
@@ -194,11 +197,12 @@ class _Watched(Transformer):
     """A stage that tells the recorder which segment runs."""
 
     recorder: Recorder
+    frozen_input: bool
 
     def embed(self, batch: Batch) -> torch.Tensor:
         self.recorder.enter(_ENTRY, FORWARD)
         output = super().embed(batch)
-        if not output.requires_grad:  # of a frozen table; but layers above the first pass gradients on
+        if not (output.requires_grad or self.frozen_input):  # layers above the first pass gradients on
             output = output.detach().requires_grad_()
         self.end(_ENTRY, output)
         return output
