@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -24,6 +25,7 @@ from titan_like.verify.narrow import HalfWatch, NarrowWatch
 from titan_like.verify.places import Outputs, compare_outputs
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import in_type, norm, run_of, run_through
+from titan_like.verify.routers import Choices, Note, replays
 from titan_like.verify.shrink import Small
 from titan_like.verify.watch import LayoutWatch, StepWatch, steps_alone
 
@@ -43,7 +45,7 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
         saves_at_end = {"checkpoint.enable": True, "checkpoint.interval": _NEVER, "compile.cudagraphs": False}
         config = edit(config, saves_at_end)
         trainer = Trainer(run_of(member, small, config, member.folder), observer=half)
-        with half.watched_sums():
+        with half.watched_sums(), replayed_choices(half, reference, partial(report.compare_routers, reference)):
             run_through(trainer, half)
         half.check_run()
     else:
@@ -57,13 +59,20 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
     return report
 
 
+def replayed_choices(watch: StepWatch, reference: Reference, note: Note) -> AbstractContextManager[object]:
+    """The context in which routers replay the reference's choice, where runs in a 16-bit dtype do."""
+    return Choices(watch, note, reference.whole) if replays(reference.small) else nullcontext()
+
+
 def observe_places(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
     """Compare what every module computes in the last step of the reference."""
     report, small, outputs = Report(kind, member.rank), reference.small, Outputs()
     config = in_type(edit(config, _EAGER), kind)
     watch = StepWatch(small, lambda *_: None, reference.indices)
     watch.names, watch.outputs = reference.names, outputs
-    run_through(Trainer(run_of(member, small, config, member.folder), observer=watch), watch)
+    trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
+    with replayed_choices(watch, reference, lambda *_: None) if kind in HALF else nullcontext():
+        run_through(trainer, watch)
     compare_outputs(watch, outputs, reference, report)
     return report
 

@@ -43,7 +43,7 @@ SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in messages of gloo and NCCL after another process has failed
-_LOCATED = (*LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
+_LOCATED = (Row.SCORES, *LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
 
 
 class UndecidedError(Exception):
