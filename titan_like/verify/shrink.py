@@ -169,7 +169,11 @@ def small_layers(
     fields = fields | model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     recur = list(model.layer_kinds) != sorted(model.layer_kinds)
     if stages > 1 and not model.has_decoder and (recur or config.parallelism.pipeline_layers):
-        per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
+        for num_layers in range(stages + kinds, max(stages + kinds, 2 * stages) + 1):
+            fields = fields | model.with_layers(num_layers)
+            in_step, per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
+            if in_step == 0 or not recur:
+                break
     return fields, per_stage
 
 
@@ -239,10 +243,11 @@ def small_expert_degree(layout: Layout, small: Layout) -> int:
     return max(aligned, default=ranks)  # float8 experts need an aligned one
 
 
-def out_of_step(kinds: Sequence[int], stages: int) -> list[int]:
+def out_of_step(kinds: Sequence[int], stages: int) -> tuple[int, list[int]]:
     """Layers per stage, 1 to 3 each, so that few stages have the kinds that the model itself begins with.
 
-    A stage that counts the pattern of its kinds from its own first layer would compute the same there.
+    A stage that counts the pattern of its kinds from its own first layer would compute the same there. Returns the
+    number of such stages too.
     """
     # For each number of layers: the best split of the first ones into the stages so far.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
@@ -254,7 +259,8 @@ def out_of_step(kinds: Sequence[int], stages: int) -> list[int]:
                 split = in_step + same, squares + count**2, (*counts, count)
                 following[start + count] = min(split, following.get(start + count, split))
         best = following
-    return list(best[len(kinds)][2])
+    in_step, _, counts = best[len(kinds)]
+    return in_step, list(counts)
 
 
 def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:
