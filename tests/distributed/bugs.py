@@ -54,6 +54,7 @@ BUDGET = ["--activation_checkpoint.mode", "budget", "--activation_checkpoint.bud
 OFFLOAD = ["--activation_checkpoint.offload", "true"]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
 LORA = ["--job.config_file", LLAMA, "--lora.rank", "4", "--parallelism.zero_stage", "0"]
+ADAPTER_DROPOUT = [*LORA, "--lora.dropout", "0.1"]
 LLAMA_SEQUENCE = [*LLAMA_TENSOR, "--parallelism.sequence_parallel", "true"]
 
 CONTEXT = ["--job.config_file", LLAMA, "--parallelism.context_parallel_degree", "2"]
@@ -217,6 +218,9 @@ BUGS = [
     (gradients.offloaded_tensors_read_before_they_are_back, [*OFFLOAD, *ZERO_3], "offload", Row.GRADIENT, "layers."),
     (gradients.offloaded_tensors_of_the_layer_below, [*OFFLOAD, *SEQUENCE], "offload", Row.GRADIENT, "layers."),
     (dropout.same_dropout_in_every_step, ONE, "one_process", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, [*ADAPTER_DROPOUT, *GATHER[2:]], CP, Row.MASKS_DIFFER, "layers.0.attention.qkv"),
+    (dropout.dropout_drawn_anew_in_recomputation, [*ADAPTER_DROPOUT, *RECOMPUTATION], "recompute", Row.MASKS_AGAIN, ""),
+    (dropout.random_state_restored_by_rank, [*ADAPTER_DROPOUT, *DATA], "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.random_state_restored_by_rank, DATA, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.random_state_restored_by_rank, TENSOR, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.resumed_ranks_share_no_dropout, TENSOR, "tensor_parallel", Row.DROPOUT_RESUMED, ""),

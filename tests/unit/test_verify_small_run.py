@@ -12,7 +12,9 @@ from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.split import layers_per_stage
+from titan_like.verify.compare import DROPOUT
 from titan_like.verify.shrink import Options, Small, resolve, shrink, two_kinds
+from titan_like.verify.verify import Verifier
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
 
@@ -134,6 +136,28 @@ def test_stages_do_not_begin_like_the_model_where_kinds_of_layers_recur(
     in_step = [kinds[start : start + n] == kinds[:n] for start, n in zip(starts, counts[1:], strict=True)]
     assert not any(in_step), (kinds, counts)
     assert set(kinds) == set(range(len(set(kinds)))) and len(set(kinds)) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ("--model.family=gpt", {"model.overrides": 0.0}),
+        ("--model.family=llama --lora.rank=2 --lora.dropout=0.25", {"lora.dropout": 0.25}),
+        # Adapters can drop under context parallelism, and the model cannot.
+        (
+            "--model.family=gpt --lora.rank=2 --lora.dropout=0.25 --parallelism.context_parallel_degree=2",
+            {"lora.dropout": 0.25},
+        ),
+        ("--model.family=llama --lora.rank=2", {}),
+    ],
+)
+def test_whatever_can_drop_is_in_a_run_with_dropout(settings: str, rates: dict[str, float]) -> None:
+    small = small_run("--training.steps=9", *settings.split())
+    assert small.dropout == rates and (DROPOUT in Verifier(small).kinds) == bool(rates)
+    assert small.config.lora.dropout == 0 and not getattr(model_config(small.config.model), "dropout", 0)
+    changed = small.dropping(small.config, 0.4)
+    assert changed.lora.dropout == 0.4 * ("lora.dropout" in rates)
+    assert getattr(model_config(changed.model), "dropout", 0) == 0.4 * ("model.overrides" in rates)
 
 
 def test_small_forms_name_settings_and_are_valid() -> None:

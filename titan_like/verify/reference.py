@@ -187,7 +187,7 @@ def run_through(trainer: Trainer, watch: StepWatch) -> None:
 
 def dropout_sites(member: Member, small: Small) -> set[str]:
     """The modules after which one process drops."""
-    config = edit(alone(small, "float32"), {"model.overrides": {"dropout": RATE}})
+    config = small.dropping(alone(small, "float32"), RATE)
     trainer = Trainer(run_of(member, small, config, member.folder))
     with recorded_draws(trainer) as draws:
         steps_alone(trainer, 1)

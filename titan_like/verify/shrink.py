@@ -64,10 +64,15 @@ class Small:
     config: JobConfig
     num_steps: int  # bad ones included
     bad_steps: dict[int, bool]
-    dropout: float | None  # rate in the dropout run; None: there is none
+    dropout: dict[str, float]  # the run's rates, by the setting that changes them; empty: nothing can be dropped
     longer: dict[str, Any]  # settings of the step with large logits, which may make its sequences longer
     limits: list[str]  # the sizes that are smaller than the original's
     unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
+
+    def dropping(self, config: JobConfig, rate: float) -> JobConfig:
+        """The configuration with this rate of dropout wherever the run can have any."""
+        values = {"model.overrides": {"dropout": rate}, "lora.dropout": rate}
+        return edit(config, {key: values[key] for key in self.dropout})
 
     @property
     def large(self) -> Small:
@@ -113,7 +118,11 @@ def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, options.on_gpus, config.float8.enable)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
         fields, per_stage = small_layers(config, fields, len(layout.stage_ranks), len(degrees.stage_ranks))
-    dropout = fields.get("dropout") if degrees.context == 1 else None
+    dropout = dict[str, float]()
+    if "dropout" in fields and degrees.context == 1:
+        dropout["model.overrides"] = fields["dropout"]
+    if config.lora.dropout:
+        dropout["lora.dropout"] = config.lora.dropout
     fields |= {"dropout": 0.0} if "dropout" in fields else {}
     bad_steps = {2: True} if steps < 3 else {2: True, min(steps + 1, 5): False}
     num_steps = steps + len(bad_steps)
