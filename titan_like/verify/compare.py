@@ -23,7 +23,8 @@ from titan_like.verify.shrink import Small
 if TYPE_CHECKING:
     from titan_like.verify.places import Outputs
 
-EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to `HALF`
+# Kinds of runs, next to `HALF`
+EXACT, SINGLE, DROPOUT, RESUME, DATA = "float64", "float32", "dropout", "resume", "data"
 HALF = ("bfloat16", "float16")
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
@@ -34,6 +35,7 @@ class Row(StrEnum):
     INITIAL = "initial weights"
     CHECKPOINTS = "checkpoints that are kept, and resumed from"
     SAMPLES = "samples, each exactly once"
+    DATA = "samples of the run's own data"
     BATCH = "batch size, samples and tokens"
     RATE = "learning rate"
     LOSS_SCALE = "loss scale"
@@ -135,6 +137,7 @@ class Reference:
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type or kind of run, the largest relative difference
     outputs: Outputs | None = None  # the modules whose outputs are compared, to find a place
+    own_data: list[str] | str = ""  # digests of samples of the run's own data, or why it cannot be read here
 
     def allowed_in(self, kind: str) -> dict[Key, float]:
         """The largest relative differences in a kind of run."""

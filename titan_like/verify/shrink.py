@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, Training
@@ -31,6 +32,16 @@ MOST_PROCESSES = 8
 FLAVOR = "verify"
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 in a block of many kernels
 _MOST_STAGES = 3  # on each rank
+_LEFT_OUT = (
+    "data.resume",
+    "evaluation.sets",
+    "evaluation.datasets",
+    "checkpoint.hugging_face_interval",
+    "checkpoint.initial_load_path",
+    "health.skip_nonfinite",
+    "health.loss_spike_factor",
+    "health.max_consecutive_skips",
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,8 @@ class Small:
     dropout: dict[str, float]  # the run's rates, by the setting that changes them; empty: nothing can be dropped
     longer: dict[str, Any]  # settings of the step with large logits, which may make its sequences longer
     limits: list[str]  # the sizes that are smaller than the original's
+    own_data: JobConfig | None  # the run's configuration, if its dataset is another package's, which is read as it is
+    left_out: list[str]  # settings of the run that no small run has
     unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
 
     def dropping(self, config: JobConfig, rate: float) -> JobConfig:
@@ -163,7 +176,14 @@ def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
-    return Small(small, num_steps, bad_steps, dropout, longer, limits, unit_bytes)
+    own_data = config if config.data.dataset not in DATASETS else None
+    left_out = [key for key in _LEFT_OUT if _value(config, key) != _value(type(config)(), key)]
+    return Small(small, num_steps, bad_steps, dropout, longer, limits, own_data, left_out, unit_bytes)
+
+
+def _value(config: JobConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def small_layers(

@@ -19,6 +19,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.parallel.axes import ACCUMULATION, AXES, Axis, other_layout
 from titan_like.parallel.layout import Layout
 from titan_like.verify.compare import (
+    DATA,
     DROPOUT,
     EXACT,
     GRADIENTS,
@@ -33,6 +34,7 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
+from titan_like.verify.data import WORKERS, observe_data
 from titan_like.verify.observe import ResumedRun, observe, observe_dropout, observe_places, observe_resumed
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome
@@ -71,6 +73,7 @@ class Verdict:
     reason: str = ""  # if undecided
     not_applicable: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)  # sizes that are smaller than the run's
+    left_out: list[str] = field(default_factory=list)  # settings of the run that nothing here checks
 
     @property
     def first_difference(self) -> Check | None:
@@ -94,14 +97,15 @@ class Verifier:
     def __post_init__(self) -> None:
         half = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
         dropout = [DROPOUT] if self.small.dropout else []
-        self.kinds = self.kinds or [EXACT, SINGLE, *half, *dropout, RESUME]
+        data = [DATA] if self.small.own_data is not None else []
+        self.kinds = self.kinds or [*data, EXACT, SINGLE, *half, *dropout, RESUME]
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         layout = Layout.of(self.small.config.parallelism)
         subject = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
         missing = [] if DROPOUT in self.kinds else [f"dropout: {subject} has none"]
-        verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
+        verdict = Verdict(SAME, layout, [], None, None, "", missing, self.small.limits, self.small.left_out)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
@@ -122,6 +126,9 @@ class Verifier:
             verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {alone.reason}"))
             return
         self.reference: Reference = alone.result
+        if DATA in self.kinds and isinstance(self.reference.own_data, str):
+            self.kinds.remove(DATA)
+            verdict.not_applicable.append(f"the run's own data, which cannot be read here: {self.reference.own_data}")
         self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
         self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
@@ -140,7 +147,7 @@ class Verifier:
         for kind in kinds:
             if not all(check.ok for check in checks):
                 return
-            runs = [(observe_dropout if kind == DROPOUT else observe, config, kind)]
+            runs = [({DROPOUT: observe_dropout, DATA: observe_data}.get(kind, observe), config, kind)]
             runs = self._resume_sequence(config) if kind == RESUME else runs
             groups: list[list[Report]] = []
             for run in runs:
@@ -217,6 +224,10 @@ class Verifier:
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
         """Find the axis at fault by runs without some of the axes."""
+        if first.row == Row.DATA and first.parameter == WORKERS:
+            return Blame(WORKERS, "without data workers every rank reads its samples", {})
+        if first.row == Row.DATA and first.parameter == RESUME:
+            return Blame(RESUME, "only where a run is resumed: a new one reads its samples on every rank", {})
         blame = self.find_fault(config, first, first.kind, symptom)
         if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
