@@ -1,4 +1,4 @@
-"""`verify` reads a dataset of the user's as the ranks of a layout do, and names the rank, worker and step of a fault."""
+"""`verify` reads a user's dataset as the ranks of a layout do, and names the rank, worker and step of a fault."""
 
 from __future__ import annotations
 

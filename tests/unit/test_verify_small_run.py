@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from titan_like.commands.verify import format_verdict
 from titan_like.config import load_config
 from titan_like.data.loading.batch_size import total_steps
 from titan_like.models.decoder.config import DecoderConfig
@@ -14,7 +16,7 @@ from titan_like.parallel.layout import Layout
 from titan_like.parallel.split import layers_per_stage
 from titan_like.verify.compare import DROPOUT
 from titan_like.verify.shrink import Options, Small, resolve, shrink, two_kinds
-from titan_like.verify.verify import Verifier
+from titan_like.verify.verify import SAME, Verdict, Verifier
 
 RAMPUP = ["--training.batch_size_rampup", "[8,8,64]", "--training.global_batch_size", "32"]
 
@@ -158,6 +160,20 @@ def test_whatever_can_drop_is_in_a_run_with_dropout(settings: str, rates: dict[s
     changed = small.dropping(small.config, 0.4)
     assert changed.lora.dropout == 0.4 * ("lora.dropout" in rates)
     assert getattr(model_config(changed.model), "dropout", 0) == 0.4 * ("model.overrides" in rates)
+
+
+def test_settings_that_nothing_verifies_are_listed_in_one_line(tmp_path: Path) -> None:
+    books = tmp_path / "books.txt"
+    books.write_text("a text")
+    sets = f'[{{name = "books", paths = ["{books}"]}}]'
+    given = [f"--evaluation.sets={sets}", "--evaluation.interval=5", "--health.loss_spike_factor=3"]
+    small = small_run("--training.steps=9", *given)
+    assert small.left_out == ["evaluation.sets", "health.loss_spike_factor"] and small.own_data is None
+    verdict = Verdict(SAME, Layout(), [], left_out=small.left_out)
+    line = "not verified: evaluation.sets, health.loss_spike_factor (docs/verify.md has all limits)"
+    assert format_verdict(verdict, [], 1.0).splitlines()[0] == line
+    plain = small_run("--training.steps=9").left_out
+    assert plain == [] and "not verified" not in format_verdict(Verdict(SAME, Layout(), [], left_out=plain), [], 1.0)
 
 
 def test_small_forms_name_settings_and_are_valid() -> None:

@@ -90,7 +90,6 @@ def _read(trainer: Trainer, report: Report, name: str, digests: list[str], begin
             if microbatch == per_step - 1:
                 state.step = step
                 state.consumed_samples += training.global_batch_size
-    # `closing` ends the loader, whose state is saved with the checkpoint.
 
 
 def _num_steps(own: JobConfig) -> int:

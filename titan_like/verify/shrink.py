@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from titan_like.config.entry_points import DATASETS
@@ -177,13 +178,8 @@ def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
     own_data = config if config.data.dataset not in DATASETS else None
-    left_out = [key for key in _LEFT_OUT if _value(config, key) != _value(type(config)(), key)]
+    left_out = [key for key in _LEFT_OUT if attrgetter(key)(config) != attrgetter(key)(JobConfig())]
     return Small(small, num_steps, bad_steps, dropout, longer, limits, own_data, left_out, unit_bytes)
-
-
-def _value(config: JobConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def small_layers(
