@@ -16,8 +16,8 @@ from titan_like.config import load_config
 from titan_like.parallel.layout import Layout
 from titan_like.verify import compare
 from titan_like.verify.compare import Reference, Row
+from titan_like.verify.data import read_alone
 from titan_like.verify.processes import Group, Prepare
-from titan_like.verify.reference import compute_reference
 from titan_like.verify.shrink import Options, Small, resolve, shrink
 from titan_like.verify.verify import DIFFERENT, SAME, Blame, Check, Verdict, Verifier
 
@@ -54,13 +54,12 @@ def small_of(dataset: str, *settings: str) -> Small:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(folder: Path) -> Reference:
     """What one process reads; of both datasets, as it asks for the samples in order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        file = tmp_path_factory.mktemp("reference") / "reference.safetensors"
-        (alone,) = Group(compute_reference, 1, small_of("sums"), [compare.DATA], file).wait(240)
-    assert isinstance(alone.result, Reference) and isinstance(alone.result.own_data, list), alone
+        (alone,) = Group(read_alone, 1, small_of("sums")).wait(240)
+    assert isinstance(alone.result, Reference), alone
     assert len(set(alone.result.own_data)) == len(alone.result.own_data) == 2 * 4 * 8
     return alone.result
 
@@ -96,7 +95,7 @@ def test_every_rank_reads_its_samples(
          "data rank 0 of 2, data worker 0 of 2, step 5 of a run that resumed after step 4, microbatch 0: "
          "reads samples [28, 29], not [32, 33]"),
         ("reads_on", None, "data_parallel",
-         "data rank 1 of 2, step 1, microbatch 0: reads samples [0, 1], not [2, 3]"),
+         "data rank 0 of 2, step 1, microbatch 1: reads samples [2, 3], not [4, 5]"),
     ],
     ids=["ranks", "workers", "resume", "index ignored"],
 )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,35 +22,33 @@ from titan_like.parallel.axes import num_microbatches
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.train.setup import Run, open_run_data
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import DATA, RESUME, Key, Report, Row
+from titan_like.verify.compare import DATA, RESUME, Key, Reference, Report, Row
 from titan_like.verify.processes import Member
+from titan_like.verify.shrink import Small
 from titan_like.verify.watch import digest, samples_of
-
-if TYPE_CHECKING:
-    from titan_like.verify.compare import Reference
-    from titan_like.verify.shrink import Small
 
 WORKERS = "data.num_workers"  # the name of checks with data workers; those of a resumed run have `RESUME`
 _MOST_WORKERS = 3  # of each rank: enough for any order of them to show
 
 
-def read_alone(small: Small, folder: Path) -> list[str] | str:
-    """Digests of the samples that a layout reads, read by one process; or why they cannot be read here."""
+def read_alone(member: Member, small: Small) -> Reference | str:
+    """The samples that a layout reads, read by one process; or why they cannot be read here."""
     own = small.own_data
     assert own is not None
     multiprocessing.set_start_method(None, force=True)  # a run's own; processes of a group have that of their server
     try:
-        sources, masks = open_run_data(_with_cache(own, folder), model_config(own.model))
-        samples = masks.over(sources["train"])
-        return [digest(samples[index]) for index in range(2 * _num_steps(own) * _batch_size(own, small.config))]
+        sources, masks = open_run_data(_with_cache(own, member.folder), model_config(own.model))
+        samples, size = masks.over(sources["train"]), 2 * _num_steps(own) * _batch_size(own, small.config)
+        digests = [digest(samples[index]) for index in range(size)]
     except (ConfigError, RunError) as error:
         return str(error)
+    return Reference(small, Path(), {}, [], {}, {DATA: {}}, own_data=digests)
 
 
 def observe_data(member: Member, reference: Reference, layout: JobConfig, _: str) -> Report:
     """Compare the samples that a rank of a layout reads with the ones that one process reads."""
     report, own = Report(DATA, member.rank), reference.small.own_data
-    assert own is not None and isinstance(reference.own_data, list)
+    assert own is not None
     multiprocessing.set_start_method(None, force=True)
     workers = min(own.data.num_workers, _MOST_WORKERS)
     for name, count in [("", 0), *([(WORKERS, workers)] if workers else []), (RESUME, workers)]:

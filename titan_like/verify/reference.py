@@ -35,7 +35,6 @@ from titan_like.parallel.tuning import Tuning
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import (
-    DATA,
     DROPOUT,
     EPS,
     EXACT,
@@ -48,7 +47,6 @@ from titan_like.verify.compare import (
     Row,
     difference_in,
 )
-from titan_like.verify.data import read_alone
 from titan_like.verify.dropout import RATE, recorded_draws
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
@@ -229,10 +227,7 @@ def compute_reference(
     samples = masks_of_run(config).over(training_samples(config))
     num_samples = (small.num_steps + 2) * config.training.global_batch_size
     indices = {digest(samples[index]): index for index in range(num_samples)}
-    own_data: list[str] | str = ""
-    if DATA in kinds:
-        own_data, allowed[DATA] = read_alone(small, member.folder), {}
-    return Reference(small, file, indices, exact.names, sizes, allowed, exact.outputs, own_data)
+    return Reference(small, file, indices, exact.names, sizes, allowed, exact.outputs)
 
 
 def is_cancelled(gradient: torch.Tensor, total_norm: float) -> bool:

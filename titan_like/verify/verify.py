@@ -34,7 +34,7 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
-from titan_like.verify.data import WORKERS, observe_data
+from titan_like.verify.data import WORKERS, observe_data, read_alone
 from titan_like.verify.observe import ResumedRun, observe, observe_dropout, observe_places, observe_resumed
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome
@@ -116,21 +116,27 @@ class Verifier:
 
     def _verify_layout(self, verdict: Verdict) -> None:
         config, layout = self.small.config, verdict.layout
-        self.progress("one process: the reference")
-        file = self.folder / "reference.safetensors"
-        (alone,) = self.start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
-        if alone.is_undecided or isinstance(alone.result, str):
-            raise UndecidedError(alone.result or f"the reference, on one process: {alone.reason}")
-        if alone.result is None:
-            verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
-            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {alone.reason}"))
+        training, file = [kind for kind in self.kinds if kind != DATA], self.folder / "reference.safetensors"
+        if DATA in self.kinds:
+            self.progress(f"{layout.num_processes} processes ({layout.described()}): reading the run's own data")
+            alone = self._alone(verdict, read_alone, self.small)
+            if isinstance(alone, str):
+                verdict.not_applicable.append(f"the run's own data, which cannot be read here: {alone}")
+                self.kinds.remove(DATA)
+            elif alone is not None:
+                self.reference = alone
+                self.check(config, [DATA], verdict.checks)
+        if training and all(check.ok for check in verdict.checks):
+            self.progress("one process: the reference")
+            alone = self._alone(verdict, compute_reference, self.small, training, file)
+            if isinstance(alone, str):
+                raise UndecidedError(alone)
+            if alone is not None:
+                self.reference = alone
+                self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(training)}")
+                self.check(config, training, verdict.checks)
+        if verdict.blame is not None:  # the reference itself fails
             return
-        self.reference: Reference = alone.result
-        if DATA in self.kinds and isinstance(self.reference.own_data, str):
-            self.kinds.remove(DATA)
-            verdict.not_applicable.append(f"the run's own data, which cannot be read here: {self.reference.own_data}")
-        self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
-        self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
         if first is None:
             return
@@ -138,6 +144,18 @@ class Verifier:
         symptom = _outcome([check for check in verdict.checks if check.kind == first.kind])
         verdict.place, verdict.blame = self.locate(config, first), self.blame(config, first, symptom)
         verdict.outcome = DIFFERENT
+
+    def _alone(
+        self, verdict: Verdict, function: Callable[..., Reference | str], *arguments: Any
+    ) -> Reference | str | None:
+        """What a function returns on one process. If it fails, that is the verdict, and None is returned."""
+        (alone,) = self.start(function, 1, *arguments).wait(self.timeout)
+        if alone.is_undecided:
+            raise UndecidedError(f"the reference, on one process: {alone.reason}")
+        if alone.result is None:
+            verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
+            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {alone.reason}"))
+        return alone.result
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
         """Add the checks of each kind of run in one layout, up to the first that differs or does not finish.
