@@ -94,7 +94,7 @@ def test_every_rank_reads_its_samples(
         ("sums", data.a_resumed_run_repeats_a_batch, "resume",
          "data rank 0 of 2, data worker 0 of 2, step 5 of a run that resumed after step 4, microbatch 0: "
          "reads samples [28, 29], not [32, 33]"),
-        ("reads_on", None, "data_parallel",
+        ("reads_on", None, "one_process",
          "data rank 0 of 2, step 1, microbatch 1: reads samples [2, 3], not [4, 5]"),
     ],
     ids=["ranks", "workers", "resume", "index ignored"],

@@ -247,6 +247,8 @@ class Verifier:
         if first.row == Row.DATA and first.parameter == RESUME:
             return Blame(RESUME, "only where a run is resumed: a new one reads its samples on every rank", {})
         blame = self.find_fault(config, first, first.kind, symptom)
+        if first.row == Row.DATA and blame.axis == ONE_PROCESS:
+            return replace(blame, sentence="the dataset itself: also on one process a sample depends on other samples")
         if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis
