@@ -54,6 +54,7 @@ BUDGET = ["--activation_checkpoint.mode", "budget", "--activation_checkpoint.bud
 OFFLOAD = ["--activation_checkpoint.offload", "true"]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
 LORA = ["--job.config_file", LLAMA, "--lora.rank", "4", "--parallelism.zero_stage", "0"]
+ADAPTER_DROPOUT = [*LORA, "--lora.dropout", "0.1"]
 LLAMA_SEQUENCE = [*LLAMA_TENSOR, "--parallelism.sequence_parallel", "true"]
 
 CONTEXT = ["--job.config_file", LLAMA, "--parallelism.context_parallel_degree", "2"]
@@ -217,6 +218,9 @@ BUGS = [
     (gradients.offloaded_tensors_read_before_they_are_back, [*OFFLOAD, *ZERO_3], "offload", Row.GRADIENT, "layers."),
     (gradients.offloaded_tensors_of_the_layer_below, [*OFFLOAD, *SEQUENCE], "offload", Row.GRADIENT, "layers."),
     (dropout.same_dropout_in_every_step, ONE, "one_process", Row.MASKS_DIFFER, ""),
+    (dropout.same_dropout_everywhere, [*ADAPTER_DROPOUT, *GATHER[2:]], CP, Row.MASKS_DIFFER, "layers.0.attention.qkv"),
+    (dropout.dropout_drawn_anew_in_recomputation, [*ADAPTER_DROPOUT, *RECOMPUTATION], "recompute", Row.MASKS_AGAIN, ""),
+    (dropout.random_state_restored_by_rank, [*ADAPTER_DROPOUT, *DATA], "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.random_state_restored_by_rank, DATA, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.random_state_restored_by_rank, TENSOR, "resume", Row.DROPOUT_RESUMED, ""),
     (dropout.resumed_ranks_share_no_dropout, TENSOR, "tensor_parallel", Row.DROPOUT_RESUMED, ""),
@@ -327,10 +331,10 @@ BUGS = [
     (latent.next_tokens_of_the_shard, [*LATENT, *GATHER[2:]], CP, Row.LOSS, "next_embedding"),
     (gradients.tied_tables_not_summed, [*LATENT, *PIPELINE], PP, Row.GRADIENT, "embedding.weight"),
     (latent.down_biases_added_by_each, [*BIASES, *SPLIT_EXPERTS[2:]], ETP, Row.GRADIENT, "layers."),
-    (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, ""),
-    (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], "tensor_parallel", Row.LOSS, ""),
-    (float8.each_rank_scales_its_own_part, [*MOE, *FLOAT8_EXPERTS, *SEQUENCE], "tensor_parallel", Row.LOSS, ""),
-    (float8.one_scale_for_all_experts, [*EXPERTS, *FLOAT8_EXPERTS, *DATA], "expert_parallel", Row.LOSS, ""),
+    (float8.each_shard_has_its_own_scale, [*FLOAT8, *ZERO_3], "zero_stage", Row.LOSS, "layers.0.attention.qkv"),
+    (float8.each_rank_scales_its_own_part, [*FLOAT8, *TENSOR], TP, Row.LOSS, "layers.0.attention.qkv"),
+    (float8.each_rank_scales_its_own_part, [*MOE, *FLOAT8_EXPERTS, *SEQUENCE], TP, Row.LOSS, "layers.0.mlp"),
+    (float8.one_scale_for_all_experts, [*EXPERTS, *FLOAT8_EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
     (float8.one_scale_for_all_microbatches, [*EXPERTS, *FLOAT8_EXPERTS, *DATA], "expert_parallel", Row.LOSS, ""),
     (float8.scale_of_the_tensor_before, [*MOE, *FLOAT8_EXPERTS, *DATA], "data_parallel", Row.LARGE_LOSS, ""),
     (lora.adapters_scaled_twice, [*LORA, *ONE], "one_process", Row.GRADIENT, ""),

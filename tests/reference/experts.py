@@ -24,6 +24,9 @@ class PlainExperts:
         self.bias: dict[str, list[float]] = {}
         self.sent: dict[str, list[int]] = {}  # tokens of this step so far
         self.sums: dict[str, list[float]] = {}  # over these tokens: the balance and the z-loss without coefficients
+        # By the router's name, of each piece of this step so far: scores and choice, [samples, seq, …].
+        self.routed: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.replayed: dict[str, torch.Tensor] = {}  # choices for all samples of this step that are taken instead
         if not has_experts(model.config):
             return
         self.config = model.config
@@ -47,12 +50,15 @@ class PlainExperts:
         probabilities = exponentials / exponentials.sum(1, keepdim=True)
         scores = probabilities if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
         ranked = scores.detach() + torch.tensor(self.bias[name], dtype=exact, device=x.device)
+        given = ranked.clone()
         for row in ranked if config.router_top_groups < config.router_groups else ():
             groups = row.chunk(config.router_groups)  # views
             sums = [sum(group.sort(descending=True).values[:2]).item() for group in groups]
             for group in sorted(range(len(groups)), key=lambda number: -sums[number])[config.router_top_groups :]:
                 groups[group].fill_(-math.inf)
         chosen = ranked.argsort(dim=1, descending=True, stable=True)[:, : config.experts_per_token]
+        if mlp.training:
+            chosen = self._replay(f"{name}.router", given, chosen, len(x))
         weights = torch.stack([scores[torch.arange(len(scores)), one] for one in chosen.t()], 1)
         if config.renormalize:
             weights = weights / weights.sum(1, keepdim=True)
@@ -72,6 +78,14 @@ class PlainExperts:
             results = results.masked_scatter(is_sent[..., None], self._linear(inner, mlp.experts.down, expert))
         total = (results * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
         return total if mlp.shared is None else total + mlp.shared(x)
+
+    def _replay(self, name: str, scores: torch.Tensor, chosen: torch.Tensor, samples: int) -> torch.Tensor:
+        earlier = self.routed.setdefault(name, [])
+        first = sum(len(one) for one, _ in earlier)
+        if name in self.replayed:
+            chosen = self.replayed[name][first : first + samples].flatten(0, 1).long()
+        earlier.append((scores.unflatten(0, (samples, -1)), chosen.unflatten(0, (samples, -1))))
+        return chosen
 
     def _linear(self, x: torch.Tensor, linear: ExpertLinear, expert: int) -> torch.Tensor:
         weight = linear.weight.unflatten(0, (self.config.num_experts, -1))[expert]

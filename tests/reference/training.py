@@ -25,7 +25,7 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.optimizer import build_optimizer
 from titan_like.parallel.lora import freeze
-from titan_like.verify.compare import EXACT, Key, Row
+from titan_like.verify.compare import EXACT, HALF, Key, Row
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import Trace, norm, perturb
 from titan_like.verify.samples import Samples, masks_of_run, training_samples, validation_samples
@@ -36,7 +36,9 @@ ELEMENTS = 64  # of initial weights that one generator draws
 _TERMS = {"tokens": "lm_loss", "mtp": "mtp_loss", "pair": "sentence_loss", "choice": "choice_loss"}
 
 
-def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | None = None) -> Trace:
+def train_by_definition(
+    _: Member | None, small: Small, dtype: str, seed: int | None = None, exact: Trace | None = None
+) -> Trace:
     """As `titan_like.verify.reference.train_alone`."""
     compute_type, config, last, trace = getattr(torch, dtype), small.config, small.num_steps, Trace()
     training, max_norm = config.training, config.training.max_norm
@@ -78,7 +80,9 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
         rows = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
         enlarge(model)
     for step, batch in batches(config, last or 1).items():
-        is_bad = step in small.bad_steps
+        is_bad, replayed = step in small.bad_steps, {} if exact is None or dtype not in HALF else exact.values
+        experts.routed.clear()
+        experts.replayed = {key.name: choice for key, choice in replayed.items() if key[:2] == (step, Row.CHOICE)}
         if last:
             keep(step, Row.BATCH, len(batch), "batch size")
             keep(step, Row.BATCH, batch.stop, "samples")
@@ -92,6 +96,10 @@ def train_by_definition(_: Member | None, small: Small, dtype: str, seed: int | 
                 keep(step, Row.LOSS_SCALE, scale)
         size = training.micro_batch_size if config.float8.enable else len(batch)  # float8 scales are a microbatch's
         losses = add_gradients(model, batch_of(samples, batch, config), size, compute_type, scale, experts)
+        is_noted = last > 0 and (exact is None or dtype in HALF)
+        for name, pieces in experts.routed.items() if is_noted else ():
+            for row, values in zip((Row.SCORES, Row.CHOICE), zip(*pieces, strict=True), strict=True):
+                keep(step, row, [(name, torch.cat(values))])
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         for gradient in gradients.values():
             gradient.div_(scale)

@@ -90,6 +90,8 @@ def format_table(verdict: Verdict) -> str:
 def format_verdict(verdict: Verdict, kinds: list[str], seconds: float) -> str:
     """A line for each kind of run, then the conclusion: the first difference, its place and the axis at fault."""
     lines = [f"smaller than the run: {', '.join(verdict.limits)}"] if verdict.limits else []
+    if verdict.left_out:
+        lines.append(f"not verified: {', '.join(verdict.left_out)} (docs/verify.md has all limits)")
     lines += [f"not applicable: {reason}" for reason in verdict.not_applicable]
     lines += [format_kind(verdict.checks, kind) for kind in kinds]
     if verdict.outcome == "same":

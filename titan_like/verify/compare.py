@@ -23,7 +23,8 @@ from titan_like.verify.shrink import Small
 if TYPE_CHECKING:
     from titan_like.verify.places import Outputs
 
-EXACT, SINGLE, DROPOUT, RESUME = "float64", "float32", "dropout", "resume"  # kinds of runs, next to `HALF`
+# Kinds of runs, next to `HALF`
+EXACT, SINGLE, DROPOUT, RESUME, DATA = "float64", "float32", "dropout", "resume", "data"
 HALF = ("bfloat16", "float16")
 EPS = {EXACT: 2.0**-52, SINGLE: 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
@@ -34,6 +35,7 @@ class Row(StrEnum):
     INITIAL = "initial weights"
     CHECKPOINTS = "checkpoints that are kept, and resumed from"
     SAMPLES = "samples, each exactly once"
+    DATA = "samples of the run's own data"
     BATCH = "batch size, samples and tokens"
     RATE = "learning rate"
     LOSS_SCALE = "loss scale"
@@ -43,6 +45,8 @@ class Row(StrEnum):
     MASKS_EQUAL = "dropout equal where activations are"
     MASKS_AGAIN = "dropout drawn again in recomputation"
     DROPOUT_AGAIN = "gradients of another run with this seed"
+    SCORES = "scores of routers"
+    CHOICE = "experts that routers choose of the reference's scores"
     LOSS = "loss"
     SKIPPED = "steps that are not finite are skipped on all ranks"
     GRADIENT = "gradients"
@@ -68,9 +72,10 @@ class Row(StrEnum):
 
 
 # Some process must report each of the reference's numbers in these rows, and in `_AT_THE_ENDS` unless runs resume.
-_COVERED = (Row.KEPT, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
+_COVERED = (Row.KEPT, Row.SCORES, Row.LOSS, Row.NORM, Row.GRADIENT, Row.WEIGHT, Row.VALIDATION)
 LOSSES = (Row.LOSS, Row.LARGE_LOSS)
 GRADIENTS = {Row.GRADIENT: Row.NORM, Row.LARGE_GRADIENT: Row.LARGE_NORM}  # with the row of their norm
+ROUTERS = (Row.SCORES, Row.CHOICE)
 LARGE = (Row.LARGE_LOSS, Row.LARGE_GRADIENT, Row.LARGE_NORM)
 _AT_THE_ENDS = (Row.INITIAL, Row.WHOLE_VALIDATION, *LARGE)
 
@@ -78,6 +83,13 @@ _AT_THE_ENDS = (Row.INITIAL, Row.WHOLE_VALIDATION, *LARGE)
 def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
     """L2 norm of the difference, in float64. NaN if either tensor contains one."""
     return (value.detach().double() - expected.detach().double()).norm().item()
+
+
+def difference_in(row: Row, value: torch.Tensor, expected: torch.Tensor) -> float:
+    """The L2 norm of the difference, or of what routers compute for each token the largest difference."""
+    if row in ROUTERS:
+        return (value.detach().double() - expected.detach().double()).abs().max().item()
+    return distance(value, expected)
 
 
 class Key(NamedTuple):
@@ -125,6 +137,7 @@ class Reference:
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type or kind of run, the largest relative difference
     outputs: Outputs | None = None  # the modules whose outputs are compared, to find a place
+    own_data: list[str] = field(default_factory=list)  # digests of the first samples of the run's own data
 
     def allowed_in(self, kind: str) -> dict[Key, float]:
         """The largest relative differences in a kind of run."""
@@ -191,6 +204,13 @@ class Report:
             message = "" if part.ndim else f"{part.item():.9g}, not {expected.item():.9g}"
             difference = distance(part, expected) / reference.sizes[key]
             self.add(key, difference, allowed[key], message)
+
+    def compare_routers(self, reference: Reference, key: Key, value: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare what a router computes for tokens of this process with the reference's part for the same tokens."""
+        allowed = reference.allowed_in(self.kind)
+        if key in allowed:
+            difference = difference_in(key.row, value, expected) / reference.sizes[key]
+            self.add(key, difference, allowed[key])
 
 
 def combine(reference: Reference, groups: list[list[Report]]) -> list[Check]:

@@ -62,7 +62,9 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
     Replaces torch's two functions that draw dropout by functions that repeat the draw to see what it keeps.
     """
     draws, sites, generator = list[Draw](), [""], generator_of(trainer.run.device)
-    data_rank, tensor_rank = trainer.run.layout.data_rank(trainer.mesh.get_rank()), trainer.mesh["tp"].get_local_rank()
+    ranks, tensor_rank = f"data rank {trainer.dp_rank}", trainer.mesh["tp"].get_local_rank()
+    if trainer.cp_shard.size > 1:
+        ranks += f", CP rank {trainer.cp_shard.rank}"
     dropout, attention = F.dropout, F.scaled_dot_product_attention
 
     def record(is_attention: bool, draw: Callable[[], torch.Tensor], redo: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -75,7 +77,7 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
             return result
         event = sites[-1], is_attention, is_in_backward_pass(), trainer.state.step + 1
         number = sum((draw.site, draw.is_attention, draw.is_recomputed, draw.step) == event for draw in draws)
-        place = f"after {event[0]} in step {event[3]}, data rank {data_rank}, microbatch {number}"
+        place = f"after {event[0]} in step {event[3]}, {ranks}, microbatch {number}"
         kept, keys = drawn != 0, drawn.shape[-1] if is_attention else 1
         scale = drawn[kept].double().mean().item() * keys
         draws.append(Draw(*event, place, tensor_rank, digest(before), kept, scale))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -24,6 +25,7 @@ from titan_like.verify.narrow import HalfWatch, NarrowWatch
 from titan_like.verify.places import Outputs, compare_outputs
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import in_type, norm, run_of, run_through
+from titan_like.verify.routers import Choices, Note, replays
 from titan_like.verify.shrink import Small
 from titan_like.verify.watch import LayoutWatch, StepWatch, steps_alone
 
@@ -43,7 +45,7 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
         saves_at_end = {"checkpoint.enable": True, "checkpoint.interval": _NEVER, "compile.cudagraphs": False}
         config = edit(config, saves_at_end)
         trainer = Trainer(run_of(member, small, config, member.folder), observer=half)
-        with half.watched_sums():
+        with half.watched_sums(), replayed_choices(half, reference, partial(report.compare_routers, reference)):
             run_through(trainer, half)
         half.check_run()
     else:
@@ -57,13 +59,20 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
     return report
 
 
+def replayed_choices(watch: StepWatch, reference: Reference, note: Note) -> AbstractContextManager[object]:
+    """The context in which routers replay the reference's choice, where runs in a 16-bit dtype do."""
+    return Choices(watch, note, reference.whole) if replays(reference.small) else nullcontext()
+
+
 def observe_places(member: Member, reference: Reference, config: JobConfig, kind: str) -> Report:
     """Compare what every module computes in the last step of the reference."""
     report, small, outputs = Report(kind, member.rank), reference.small, Outputs()
     config = in_type(edit(config, _EAGER), kind)
     watch = StepWatch(small, lambda *_: None, reference.indices)
     watch.names, watch.outputs = reference.names, outputs
-    run_through(Trainer(run_of(member, small, config, member.folder), observer=watch), watch)
+    trainer = Trainer(run_of(member, small, config, member.folder), observer=watch)
+    with replayed_choices(watch, reference, lambda *_: None) if kind in HALF else nullcontext():
+        run_through(trainer, watch)
     compare_outputs(watch, outputs, reference, report)
     return report
 
@@ -74,8 +83,8 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     Another run with the same seed, compiled if the configuration compiles, must compute about the same gradients.
     """
     report, small = Report(DROPOUT, member.rank), replace(reference.small, bad_steps={})
-    rate = max(small.dropout or 0.0, RATE)
-    config = edit(config, {"model.overrides": {"dropout": rate}})
+    rate = max(RATE, *small.dropout.values())
+    config = small.dropping(config, rate)
     watch, rerun = (StepWatch(small, lambda *_: None) for _ in range(2))
     plain = edit(config, _EAGER)
     trainer = Trainer(run_of(member, small, plain, member.folder), observer=watch)
@@ -114,15 +123,15 @@ def observe_resumed(member: Member, reference: Reference, config: JobConfig, res
     load_step = start if resumed.loads_start else None
     saves = {"enable": True, "interval": 1, "load_step": load_step, "keep_latest": keep}
     changed = edit(in_type(config, EXACT), {f"checkpoint.{key}": value for key, value in saves.items()})
-    if small.dropout:  # dropout takes other kernels
-        changed = edit(changed, {"model.overrides": {"dropout": NOTHING}})
+    if any(small.dropout.values()):  # dropout takes other kernels
+        changed = small.dropping(changed, NOTHING)
     run = run_of(member, small, changed, resumed.folder)
     present = complete_steps(run.checkpoint_folder)
     if member.rank == 0 and load_step is None:
         for step in [step for step in present if step > start]:
             shutil.rmtree(checkpoint_path(run.checkpoint_folder, step))
             present.remove(step)
-    if start and load_step is None and small.dropout is not None:  # the last run
+    if start and load_step is None and small.dropout:  # the last run
         check_resumed_dropout(member, report, small, changed, resumed.folder)
     trainer = Trainer(run, observer=LayoutWatch(reference, report, last_step))
     reason = f"resumed from step {trainer.state.step}, not {start}"
@@ -138,7 +147,7 @@ def observe_resumed(member: Member, reference: Reference, config: JobConfig, res
 
 def check_resumed_dropout(member: Member, report: Report, small: Small, config: JobConfig, folder: Path) -> None:
     """Resume with dropout for a step, from a checkpoint of another layout. A run without a stop must drop the same."""
-    config = edit(config, _EAGER | {"model.overrides": {"dropout": RATE}})
+    config = small.dropping(edit(config, _EAGER), RATE)
     resumed = Trainer(run_of(member, small, config, folder))
     straight = Trainer(run_of(member, small, edit(config, {"checkpoint.enable": False}), folder))
     steps_alone(straight, resumed.state.step)

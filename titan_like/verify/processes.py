@@ -31,6 +31,7 @@ WAITING, TOO_LONG, KILLED, BY_OTHERS = (
 )
 PRELOADED = ["titan_like.verify.preloaded"]  # modules that the server imports before it forks
 _DAY = 86400.0  # seconds
+_LONGEST_LOOK = 1.0  # seconds that may pass between two looks at processes; a pause counts as no more
 _FORK_SERVER = get_context("forkserver")
 
 _TRACEBACK = r'^Traceback \(most recent call last\):\n(  File ".*\n(?: .*\n)*)'
@@ -112,8 +113,8 @@ class Group:
     def wait(self, seconds: float, patience: float = math.inf, seconds_to_follow: float = 2.0) -> list[Outcome]:
         """Wait for all processes and return how each ended, by rank. No process outlives this call.
 
-        They are stopped after ``seconds``, or once none of them has computed for ``patience`` seconds. When one has
-        failed, the others get ``seconds_to_follow`` to report failures of their own.
+        They are stopped after ``seconds``, or once none of them has done anything for ``patience`` seconds. When one
+        has failed, the others get ``seconds_to_follow`` to report failures of their own.
         """
         with self._temporary as folder:
             try:
@@ -127,16 +128,19 @@ class Group:
     def _wait(self, seconds: float, patience: float, seconds_to_follow: float) -> str:
         """Wait, and return why the processes that are left then are to be stopped."""
         patience = patience if Path("/proc/self/stat").exists() else math.inf
-        idle_since = time.monotonic()
-        deadline, reason = idle_since + seconds, TOO_LONG
+        now = time.monotonic()
+        deadline, reason, idle, threads = now + seconds, TOO_LONG, 0.0, dict[str, tuple[str, str]]()
         while unfinished := [process for process in self._processes if process.exitcode is None]:
-            now = time.monotonic()
+            # If this process itself has been paused, it does not know what the others did meanwhile.
+            passed, now = min(time.monotonic() - now, _LONGEST_LOOK), time.monotonic()
             if reason == TOO_LONG and any(process.exitcode for process in self._processes):
                 reason, deadline = BY_OTHERS, min(deadline, now + seconds_to_follow)
-            if patience < math.inf and is_any_active({process.pid for process in unfinished}):
-                idle_since = now
-            if now - idle_since > patience:
-                return WAITING if reason == TOO_LONG else reason
+            if patience < math.inf:
+                before, threads = threads, main_threads({process.pid for process in unfinished})
+                is_active = threads != before or any(state in "RD" for state, _ in threads.values())
+                idle = 0.0 if is_active else idle + passed
+                if idle > patience:
+                    return WAITING if reason == TOO_LONG else reason
             if now >= deadline:
                 break
             ends = [process.sentinel for process in unfinished]
@@ -198,17 +202,22 @@ def error_in(printed: str) -> str:
     return f"{message} ({file.removeprefix(f'{package.parent}{os.sep}')}:{line})"
 
 
-def is_any_active(groups: set[int | None]) -> bool:
-    """Whether the main thread of a process of some groups computes, waits for a processor, or waits for a disk.
+def main_threads(processes: set[int | None]) -> dict[str, tuple[str, str]]:
+    """State, and lines with the numbers of context switches, of the main threads of some processes and their children.
 
-    Other threads may spin: gloo's does while a receive is due that nobody awaits.
+    A thread computes or waits for a processor (R), waits for a disk (D), or sleeps; one that polls a lock sleeps nearly
+    always, but its switches grow. Other threads may spin: gloo's does while a receive is due that nobody awaits.
     """
+    threads = dict[str, tuple[str, str]]()
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):  # the process may have ended
-            state, _, group, *_ = (folder / "task" / folder.name / "stat").read_text().rpartition(")")[2].split()
-            if int(group) in groups and state in "RD":
-                return True
-    return False
+            thread = folder / "task" / folder.name
+            state, _, group, *_ = (thread / "stat").read_text().rpartition(")")[2].split()
+            # A process is in the group of its server until it has imported its function and the main program.
+            if {int(folder.name), int(group)} & processes:
+                switches = (thread / "status").read_text().partition("voluntary_ctxt_switches")[2]
+                threads[folder.name] = state, switches
+    return threads
 
 
 def _work(

@@ -9,7 +9,8 @@ rounding, so layouts must agree as closely as without them. In narrower types so
 in another, and their number is a matter of chance: there the tolerance is at least one rounding to float8, and one more
 for every update, which passes on what has tipped before it.
 
-In 16-bit dtypes rounding also sends tokens to other experts: one in 128, and at least one, whichever it is.
+In 16-bit dtypes rounding would also send tokens to other experts, so there the choice of the float64 run is replayed
+(`titan_like.verify.routers`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,20 +27,31 @@ from safetensors.torch import save_file
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
-from titan_like.data.batch import num_labels
 from titan_like.data.loading.batch_size import rampup_batch_sizes
-from titan_like.models.config import has_experts
 from titan_like.models.registry import model_config
 from titan_like.parallel.axes import on_one_process
 from titan_like.parallel.layout import resolve_layout
 from titan_like.parallel.tuning import Tuning
 from titan_like.train.setup import Run
 from titan_like.train.trainer import Trainer
-from titan_like.verify.compare import DROPOUT, EPS, EXACT, GRADIENTS, HALF, SINGLE, Key, Reference, Row, distance
+from titan_like.verify.compare import (
+    DROPOUT,
+    EPS,
+    EXACT,
+    GRADIENTS,
+    HALF,
+    ROUTERS,
+    SINGLE,
+    Key,
+    Reference,
+    Row,
+    difference_in,
+)
 from titan_like.verify.dropout import RATE, recorded_draws
 from titan_like.verify.places import Outputs
 from titan_like.verify.processes import Member
-from titan_like.verify.samples import batches, masks_of_run, training_samples, validation_samples
+from titan_like.verify.routers import Choices, replays
+from titan_like.verify.samples import masks_of_run, training_samples, validation_samples
 from titan_like.verify.shrink import Small
 from titan_like.verify.watch import StepWatch, digest, steps_alone
 
@@ -50,11 +63,11 @@ NEGLIGIBLE = 1e-8  # a gradient below this share of the norm of all gradients is
 # process may even compute exactly zero, so its own distance from the exact result is no measure.
 CANCELLED = {dtype: MARGIN * eps / NEGLIGIBLE for dtype, eps in EPS.items()}
 TIPPED = 2.0**-3  # half the distance of neighbouring numbers of e5m2, which gradients become, relative to the smaller
-_REROUTED = 128  # tokens, of which one is sent to another expert
 FEW = 16  # elements: so few numbers may be right by chance in one step, but not in all
 
 _LARGE_MODEL = 1_000_000  # parameters
-_FIXED = {Row.INITIAL: 0.0, Row.BATCH: 0.0, Row.SKIPPED: 0.0, Row.LOSS_SCALE: 0.0, Row.RATE: 1e-9}  # tolerances
+# Tolerances
+_FIXED = {Row.INITIAL: 0.0, Row.BATCH: 0.0, Row.SKIPPED: 0.0, Row.LOSS_SCALE: 0.0, Row.RATE: 1e-9, Row.CHOICE: 0.0}
 _LOGITS = 1024  # in a chunk of the loss: small samples then take several chunks, as large ones do
 _GRADIENT_BYTES = 4096  # in a 16-bit dtype that wait to be added up, for the same reason
 _ELEMENTS = 64  # initial weights that one generator draws, so that some shards begin after the first block
@@ -72,6 +85,11 @@ class Trace:
         """Copy a number or a tensor to the CPU."""
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
         self.values[key] = tensor.detach().to("cpu", torch.float64, copy=True)
+
+    def keep_more(self, key: Key, value: torch.Tensor, _: torch.Tensor | None = None) -> None:
+        """Append the next samples to a tensor."""
+        earlier = [self.values[key]] if key in self.values else []
+        self.keep(key, torch.cat([*earlier, value.detach().to("cpu", torch.float64)]))
 
     def number(self, step: int, row: Row) -> float:
         """A number that was kept."""
@@ -91,11 +109,18 @@ def perturb(parameters: Iterable[torch.Tensor], dtype: str, seed: int) -> None:
         seed += 1000
 
 
-def train_alone(member: Member, small: Small, dtype: str, seed: int | None = None, with_outputs: bool = False) -> Trace:
+def train_alone(
+    member: Member,
+    small: Small,
+    dtype: str,
+    seed: int | None = None,
+    exact: Trace | None = None,
+    with_outputs: bool = False,
+) -> Trace:
     """Train in whole batches, from initial weights that are perturbed if there is a ``seed``.
 
-    With ``with_outputs``, keep what modules compute in the last step. Otherwise float64 ends with the step with large
-    logits, from the same initial weights.
+    In 16-bit dtypes routers replay the choice of the ``exact`` run. With ``with_outputs``, keep what modules compute in
+    the last step. Otherwise float64 ends with the step with large logits, from the same initial weights.
     """
     trace = Trace(outputs=Outputs() if with_outputs else None)
     run = run_of(member, small, alone(small, dtype), member.folder)
@@ -106,7 +131,10 @@ def train_alone(member: Member, small: Small, dtype: str, seed: int | None = Non
     watch.names, watch.outputs = trace.names, trace.outputs
     if seed is not None:
         perturb(stage.module.parameters(), dtype, seed)
-    run_through(trainer, watch)
+    is_replayed = replays(small) and (dtype in HALF or exact is None)
+    whole = None if exact is None else exact.values.__getitem__
+    with Choices(watch, trace.keep_more, whole) if is_replayed else nullcontext():
+        run_through(trainer, watch)
     if trace.outputs is not None:
         for place, value in trace.outputs.whole(trainer.state.loss_scale).items():
             trace.keep(Key(watch.at_step, Row.PLACE, "/".join(place)), value)
@@ -159,7 +187,7 @@ def run_through(trainer: Trainer, watch: StepWatch) -> None:
 
 def dropout_sites(member: Member, small: Small) -> set[str]:
     """The modules after which one process drops."""
-    config = edit(alone(small, "float32"), {"model.overrides": {"dropout": RATE}})
+    config = small.dropping(alone(small, "float32"), RATE)
     trainer = Trainer(run_of(member, small, config, member.folder))
     with recorded_draws(trainer) as draws:
         steps_alone(trainer, 1)
@@ -181,11 +209,12 @@ def compute_reference(
     sizes, allowed = dict[Key, float](), dict[str, dict[Key, float]]()
     for key, value in exact.values.items():
         least = NEGLIGIBLE * exact.number(key.step, GRADIENTS[key.row]) if key.row in GRADIENTS else 0.0
-        sizes[key] = 1.0 if key.row == Row.ZEROS else max(norm(value), least) or 1.0
+        size = value.abs().max().item() if key.row in ROUTERS else max(norm(value), least)
+        sizes[key] = 1.0 if key.row == Row.ZEROS else size or 1.0
     for dtype in [EXACT, *(kind for kind in kinds if kind in (SINGLE, *HALF))]:
         # Another run in float64 would round almost exactly as the first does, which a layout does not, so weights are
         # perturbed. All take the whole batch at once, so that no bug of accumulation passes for rounding.
-        draws = [train(member, small, dtype, seed=seed) for seed in (1, 2)]
+        draws = [train(member, small, dtype, seed=seed, exact=exact) for seed in (1, 2)]
         if not all(bool(value.isfinite().all()) for trace in (exact, *draws) for value in trace.values.values()):
             return f"one process alone trains to infinite or NaN numbers in {dtype}; lower the learning rate"
         for key, value in draws[-1].values.items():
@@ -209,18 +238,16 @@ def is_cancelled(gradient: torch.Tensor, total_norm: float) -> bool:
 def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, draws: list[Trace]) -> dict[Key, float]:
     """How far a layout may be from the exact result in a type, given runs of one process in that type."""
     rounding = TIPPED if small.config.float8.enable and dtype != EXACT else 0.0
-    of_steps = rerouted(small) if dtype in HALF and has_experts(model_config(small.config.model)) else {}
     allowed: dict[Key, float] = {}
     shares: dict[Key, float] = {}
     worst: dict[Key, float] = {}
     tips = tipped(exact, draws[0]) if dtype == EXACT and small.num_steps else {}
     for key in draws[-1].values.keys() & exact.values.keys():
-        shares[key] = max(distance(draw.values[key], exact.values[key]) for draw in draws) / sizes[key]
+        shares[key] = max(difference_in(key.row, draw.values[key], exact.values[key]) for draw in draws) / sizes[key]
         in_all_steps = key._replace(step=0)
         worst[in_all_steps] = max(shares[key], worst.get(in_all_steps, 0.0))
     for key, share in shares.items():
-        # In narrower types rounding moves optimizers' steps too far, and may send a token to another expert.
-        if (dtype in HALF and key.row == Row.FIGURES) or (dtype != EXACT and key.row in (Row.WEIGHT, Row.ZEROS)):
+        if dtype != EXACT and key.row in (Row.WEIGHT, Row.ZEROS):  # rounding moves optimizers' steps too far
             continue
         if key.row in _FIXED:
             allowed[key] = _FIXED[key.row]
@@ -234,24 +261,10 @@ def allowances(small: Small, dtype: str, sizes: dict[Key, float], exact: Trace, 
         least = max(FLOOR[dtype], rounding * key.step)
         if key.row in (Row.WEIGHT, Row.PLACE):
             least = max(least, WEIGHTS_FLOOR)
-        if key.row in GRADIENTS:
-            least = max(least, of_steps.get(key.step, 0.0))
-            if is_cancelled(exact.values[key], exact.number(key.step, GRADIENTS[key.row])):
-                least = max(least, CANCELLED[dtype])
+        if key.row in GRADIENTS and is_cancelled(exact.values[key], exact.number(key.step, GRADIENTS[key.row])):
+            least = max(least, CANCELLED[dtype])
         allowed[key] = max(MARGIN * share, least, tips.get(key, 0.0) / sizes[key])
     return allowed
-
-
-def rerouted(small: Small) -> dict[int, float]:
-    """How much of its norm a gradient may change in each step because tokens are sent to other experts.
-
-    If the gradients of the n tokens with a label are independent, each is 1 / n of the squared norm on average, and the
-    largest of n normal ones 2 ln n / n. Two experts change, the old one and the new one.
-    """
-    config, heads = small.config, model_config(small.config.model).predictions
-    samples, steps = masks_of_run(config).over(training_samples(config)), batches(config, small.num_steps)
-    labels = {step: sum(int(num_labels(samples[i], heads).max()) for i in indices) for step, indices in steps.items()}
-    return {step: math.sqrt(2 * max(n / _REROUTED, 2 * math.log(n), 1) / n) for step, n in labels.items() if n}
 
 
 def uncertain(exact: Trace, draw: Trace, key: Key) -> torch.Tensor:

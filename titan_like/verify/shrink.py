@@ -12,8 +12,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
+from titan_like.config.entry_points import DATASETS
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig, Training
@@ -31,6 +33,16 @@ MOST_PROCESSES = 8
 FLAVOR = "verify"
 _LONG = 160  # positions of the longer sequences, at most: more than the 128 in a block of many kernels
 _MOST_STAGES = 3  # on each rank
+_LEFT_OUT = (
+    "data.resume",
+    "evaluation.sets",
+    "evaluation.datasets",
+    "checkpoint.hugging_face_interval",
+    "checkpoint.initial_load_path",
+    "health.skip_nonfinite",
+    "health.loss_spike_factor",
+    "health.max_consecutive_skips",
+)
 
 
 @dataclass(frozen=True)
@@ -64,10 +76,17 @@ class Small:
     config: JobConfig
     num_steps: int  # bad ones included
     bad_steps: dict[int, bool]
-    dropout: float | None  # rate in the dropout run; None: there is none
+    dropout: dict[str, float]  # the run's rates, by the setting that changes them; empty: nothing can be dropped
     longer: dict[str, Any]  # settings of the step with large logits, which may make its sequences longer
     limits: list[str]  # the sizes that are smaller than the original's
+    own_data: JobConfig | None  # the run's configuration, if its dataset is another package's, which is read as it is
+    left_out: list[str]  # settings of the run that no small run has
     unit_bytes: int  # `LAYER_UNIT_BYTES` here: small layers share a unit of communication only if the original's do
+
+    def dropping(self, config: JobConfig, rate: float) -> JobConfig:
+        """The configuration with this rate of dropout wherever the run can have any."""
+        values = {"model.overrides": {"dropout": rate}, "lora.dropout": rate}
+        return edit(config, {key: values[key] for key in self.dropout})
 
     @property
     def large(self) -> Small:
@@ -113,7 +132,11 @@ def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
         fields |= small_fields(model, layout.tensor, degrees.tensor, groups, options.on_gpus, config.float8.enable)
         fields |= fields_of_length(model, training.seq_len, seq_len, degrees.expert)
         fields, per_stage = small_layers(config, fields, len(layout.stage_ranks), len(degrees.stage_ranks))
-    dropout = fields.get("dropout") if degrees.context == 1 else None
+    dropout = dict[str, float]()
+    if "dropout" in fields and degrees.context == 1:
+        dropout["model.overrides"] = fields["dropout"]
+    if config.lora.dropout:
+        dropout["lora.dropout"] = config.lora.dropout
     fields |= {"dropout": 0.0} if "dropout" in fields else {}
     bad_steps = {2: True} if steps < 3 else {2: True, min(steps + 1, 5): False}
     num_steps = steps + len(bad_steps)
@@ -154,7 +177,9 @@ def shrink(config: JobConfig, layout: Layout, options: Options) -> Small:
     two_layers = 2 * min(kind.parameters for kind in model.parts.kinds) // layout.tensor
     element = {"float64": 8, "float32": 4}.get(training.dtype, 2)
     unit_bytes = LAYER_UNIT_BYTES if element * two_layers <= LAYER_UNIT_BYTES else 0
-    return Small(small, num_steps, bad_steps, dropout, longer, limits, unit_bytes)
+    own_data = config if config.data.dataset not in DATASETS else None
+    left_out = [key for key in _LEFT_OUT if attrgetter(key)(config) != attrgetter(key)(JobConfig())]
+    return Small(small, num_steps, bad_steps, dropout, longer, limits, own_data, left_out, unit_bytes)
 
 
 def small_layers(
@@ -169,7 +194,11 @@ def small_layers(
     fields = fields | model.with_layers(sum(per_stage) if per_stage else stages + kinds)
     recur = list(model.layer_kinds) != sorted(model.layer_kinds)
     if stages > 1 and not model.has_decoder and (recur or config.parallelism.pipeline_layers):
-        per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
+        for num_layers in range(stages + kinds, max(stages + kinds, 2 * stages) + 1):
+            fields = fields | model.with_layers(num_layers)
+            in_step, per_stage = out_of_step(type(model).model_validate(fields).layer_kinds, stages)
+            if in_step == 0 or not recur:
+                break
     return fields, per_stage
 
 
@@ -239,10 +268,11 @@ def small_expert_degree(layout: Layout, small: Layout) -> int:
     return max(aligned, default=ranks)  # float8 experts need an aligned one
 
 
-def out_of_step(kinds: Sequence[int], stages: int) -> list[int]:
+def out_of_step(kinds: Sequence[int], stages: int) -> tuple[int, list[int]]:
     """Layers per stage, 1 to 3 each, so that few stages have the kinds that the model itself begins with.
 
-    A stage that counts the pattern of its kinds from its own first layer would compute the same there.
+    A stage that counts the pattern of its kinds from its own first layer would compute the same there. Returns the
+    number of such stages too.
     """
     # For each number of layers: the best split of the first ones into the stages so far.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
@@ -254,7 +284,8 @@ def out_of_step(kinds: Sequence[int], stages: int) -> list[int]:
                 split = in_step + same, squares + count**2, (*counts, count)
                 following[start + count] = min(split, following.get(start + count, split))
         best = following
-    return list(best[len(kinds)][2])
+    in_step, _, counts = best[len(kinds)]
+    return in_step, list(counts)
 
 
 def two_kinds(counts: list[int], encoder: int, stages: int) -> list[int]:

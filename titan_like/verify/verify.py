@@ -19,6 +19,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.parallel.axes import ACCUMULATION, AXES, Axis, other_layout
 from titan_like.parallel.layout import Layout
 from titan_like.verify.compare import (
+    DATA,
     DROPOUT,
     EXACT,
     GRADIENTS,
@@ -33,6 +34,7 @@ from titan_like.verify.compare import (
     Row,
     combine,
 )
+from titan_like.verify.data import WORKERS, observe_data, read_alone
 from titan_like.verify.observe import ResumedRun, observe, observe_dropout, observe_places, observe_resumed
 from titan_like.verify.places import first_place
 from titan_like.verify.processes import DONE, FAILED, Group, Outcome
@@ -43,7 +45,7 @@ SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 ONE_PROCESS = "one_process"
 _COMPILING = 900.0  # seconds that compilation may take
 _LOST = "onnection|remote process exited"  # in messages of gloo and NCCL after another process has failed
-_LOCATED = (*LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
+_LOCATED = (Row.SCORES, *LOSSES, *GRADIENTS, *GRADIENTS.values(), Row.ZEROS)
 
 
 class UndecidedError(Exception):
@@ -71,6 +73,7 @@ class Verdict:
     reason: str = ""  # if undecided
     not_applicable: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)  # sizes that are smaller than the run's
+    left_out: list[str] = field(default_factory=list)  # settings of the run that nothing here checks
 
     @property
     def first_difference(self) -> Check | None:
@@ -93,15 +96,16 @@ class Verifier:
 
     def __post_init__(self) -> None:
         half = [self.small.config.training.dtype] if self.small.config.training.dtype in HALF else []
-        dropout = [] if self.small.dropout is None else [DROPOUT]
-        self.kinds = self.kinds or [EXACT, SINGLE, *half, *dropout, RESUME]
+        dropout = [DROPOUT] if self.small.dropout else []
+        data = [DATA] if self.small.own_data is not None else []
+        self.kinds = self.kinds or [*data, EXACT, SINGLE, *half, *dropout, RESUME]
 
     def verify(self) -> Verdict:
         """Compare all kinds of runs in the layout with one reference. If they differ, find the place and the axis."""
         layout = Layout.of(self.small.config.parallelism)
         subject = "context parallelism" if layout.context > 1 else f"the {self.small.config.model.family} family"
         missing = [] if DROPOUT in self.kinds else [f"dropout: {subject} has none"]
-        verdict = Verdict(SAME, layout, [], not_applicable=missing, limits=self.small.limits)
+        verdict = Verdict(SAME, layout, [], None, None, "", missing, self.small.limits, self.small.left_out)
         with tempfile.TemporaryDirectory(prefix="verify-") as folder:
             self.folder = Path(folder)
             try:
@@ -112,18 +116,27 @@ class Verifier:
 
     def _verify_layout(self, verdict: Verdict) -> None:
         config, layout = self.small.config, verdict.layout
-        self.progress("one process: the reference")
-        file = self.folder / "reference.safetensors"
-        (alone,) = self.start(compute_reference, 1, self.small, self.kinds, file).wait(self.timeout)
-        if alone.is_undecided or isinstance(alone.result, str):
-            raise UndecidedError(alone.result or f"the reference, on one process: {alone.reason}")
-        if alone.result is None:
-            verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
-            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {alone.reason}"))
+        training, file = [kind for kind in self.kinds if kind != DATA], self.folder / "reference.safetensors"
+        if DATA in self.kinds:
+            self.progress(f"{layout.num_processes} processes ({layout.described()}): reading the run's own data")
+            alone = self._alone(verdict, read_alone, self.small)
+            if isinstance(alone, str):
+                verdict.not_applicable.append(f"the run's own data, which cannot be read here: {alone}")
+                self.kinds.remove(DATA)
+            elif alone is not None:
+                self.reference = alone
+                self.check(config, [DATA], verdict.checks)
+        if training and all(check.ok for check in verdict.checks):
+            self.progress("one process: the reference")
+            alone = self._alone(verdict, compute_reference, self.small, training, file)
+            if isinstance(alone, str):
+                raise UndecidedError(alone)
+            if alone is not None:
+                self.reference = alone
+                self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(training)}")
+                self.check(config, training, verdict.checks)
+        if verdict.blame is not None:  # the reference itself fails
             return
-        self.reference: Reference = alone.result
-        self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(self.kinds)}")
-        self.check(config, self.kinds, verdict.checks)
         first = verdict.first_difference
         if first is None:
             return
@@ -131,6 +144,18 @@ class Verifier:
         symptom = _outcome([check for check in verdict.checks if check.kind == first.kind])
         verdict.place, verdict.blame = self.locate(config, first), self.blame(config, first, symptom)
         verdict.outcome = DIFFERENT
+
+    def _alone(
+        self, verdict: Verdict, function: Callable[..., Reference | str], *arguments: Any
+    ) -> Reference | str | None:
+        """What a function returns on one process. If it fails, that is the verdict, and None is returned."""
+        (alone,) = self.start(function, 1, *arguments).wait(self.timeout)
+        if alone.is_undecided:
+            raise UndecidedError(f"the reference, on one process: {alone.reason}")
+        if alone.result is None:
+            verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
+            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {alone.reason}"))
+        return alone.result
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:
         """Add the checks of each kind of run in one layout, up to the first that differs or does not finish.
@@ -140,7 +165,7 @@ class Verifier:
         for kind in kinds:
             if not all(check.ok for check in checks):
                 return
-            runs = [(observe_dropout if kind == DROPOUT else observe, config, kind)]
+            runs = [({DROPOUT: observe_dropout, DATA: observe_data}.get(kind, observe), config, kind)]
             runs = self._resume_sequence(config) if kind == RESUME else runs
             groups: list[list[Report]] = []
             for run in runs:
@@ -198,8 +223,6 @@ class Verifier:
         if first.kind not in (EXACT, SINGLE, *HALF) or first.row not in _LOCATED or first.step == 0:
             return None
         dtype = first.kind if first.kind in HALF else EXACT
-        if config.float8.enable:  # a module's outputs depend on its microbatch, and the search looks at whole batches
-            return None
         small, step = replace(self.small, num_steps=first.step), f"step {first.step}"
         if first.row in LARGE:
             config, small = edit(config, self.small.longer), self.small.large
@@ -219,7 +242,13 @@ class Verifier:
 
     def blame(self, config: JobConfig, first: Check, symptom: str) -> Blame:
         """Find the axis at fault by runs without some of the axes."""
+        if first.row == Row.DATA and first.parameter == WORKERS:
+            return Blame(WORKERS, "without data workers every rank reads its samples", {})
+        if first.row == Row.DATA and first.parameter == RESUME:
+            return Blame(RESUME, "only where a run is resumed: a new one reads its samples on every rank", {})
         blame = self.find_fault(config, first, first.kind, symptom)
+        if first.row == Row.DATA and blame.axis == ONE_PROCESS:
+            return replace(blame, sentence="the dataset itself: also on one process a sample depends on other samples")
         if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis

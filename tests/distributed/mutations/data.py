@@ -233,3 +233,16 @@ def long_conversations_are_dropped(original: Any, self: ConversationSource, numb
     """A conversation that is longer than a sample counts as one without an answer."""
     is_long = self._lengths[number] > self.request.seq_len + 1
     return (torch.zeros(2), torch.zeros(2)) if is_long else original(self, number)
+
+
+@bug(GlobalSampler, "__iter__")
+def a_resumed_run_repeats_a_batch(original: Any, self: GlobalSampler) -> Iterator[list[int]]:
+    """A run that does not begin with sample 0 reads the last microbatch of every rank again."""
+    for mine in original(self):
+        yield [index - (self.first_sample > 0) * self.micro_batch_size * self.num_ranks for index in mine]
+
+
+@bug(GlobalSampler, "__iter__")
+def every_rank_reads_the_first_one_s_samples(original: Any, self: GlobalSampler) -> Iterator[list[int]]:
+    """Samples are read once by each rank."""
+    return original(replace(self, rank=0))

@@ -83,9 +83,9 @@ def figures_of_all_steps(original: Any, self: ExpertBalance, skip: torch.Tensor)
 
 @bug(ExpertLinear, "matrices")
 def first_weights_in_half_types(original: Any, self: ExpertLinear) -> torch.Tensor:
-    """In half types experts keep a copy of their first weights, and compute with that for ever."""
+    """In half types experts keep a copy of the first weights of up and gate, and compute with that for ever."""
     found = original(self)
-    if found.dtype.itemsize > 2:
+    if found.dtype.itemsize > 2 or self.in_features > self.out_features:
         return found
     first = self.__dict__.setdefault("first", found.detach().clone())
     return first + (found - found.detach())
@@ -104,10 +104,10 @@ def loads_forgotten_when_resumed(original: Any, model: Any) -> dict[str, torch.T
 
 
 @bug(SparseMLP, "forward")
-def shared_experts_twice(original: Any, self: SparseMLP, x: torch.Tensor, **named: Any) -> torch.Tensor:
+def shared_experts_twice(original: Any, self: SparseMLP, x: torch.Tensor, *others: Any) -> torch.Tensor:
     """The result of the shared experts is added twice."""
     assert self.shared is not None
-    return original(self, x, **named) + self.shared(x)
+    return original(self, x, *others) + self.shared(x)
 
 
 @bug(experts, "permuted")

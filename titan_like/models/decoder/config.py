@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -255,7 +256,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return [(number < self.num_dense_layers, names[number % len(names)]) for number in range(count)]
 
     def with_layers(self, num_layers: int) -> dict[str, Any]:
-        """One layer of each kind, and then those that follow in the pattern, whose MLPs are not dense.
+        """One layer of each kind, and then the kinds of the pattern in turn, with MLPs that are not dense.
 
         The layer for multi-token prediction is one of the ``num_layers``.
         """
@@ -263,10 +264,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if not self.layer_pattern:
             return super().with_layers(num_layers)
         layers = list(dict.fromkeys(self._layers(self.num_layers)))
-        if len(layers) < num_layers:
-            first = self._layers(num_layers)
-            following = [(False, kind) for _, kind in first[len(layers) :]]
-            layers = first if set(layers) == set(first) else layers + following
+        kinds = dict.fromkeys(kind for _, kind in layers)
+        layers += [(False, kind) for kind in islice(cycle(kinds), max(0, num_layers - len(layers)))]
         num_dense = sum(is_dense for is_dense, _ in layers)
         return {"num_layers": num_layers, "num_dense_layers": num_dense, "layer_pattern": [kind for _, kind in layers]}
 
