@@ -62,7 +62,12 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "attention_scale": [{}, {"attention_scale": 0.3}],
     "attention_softcap": [{}, {"attention_softcap": 0.8}],
     "attention_sinks": [{}, {"attention_sinks": True}],
-    "norm": [{}, {"norm_offset": True}, {"norm": "layer", "norm_eps": 0.05}, {"norm": "layer", "norm_offset": True}],
+    "norm": [
+        {},
+        {"norm_offset": True, "norm_eps": 0.02},
+        {"norm": "layer", "norm_eps": 0.05},
+        {"norm": "layer", "norm_offset": True, "norm_eps": 0.1},
+    ],
     "block": [{"block": value} for value in ("pre", "post", "sandwich", "parallel")],
     "activation": [{"activation": value} for value in ("silu", "gelu", "gelu_tanh", "clamped_swiglu")]
     + [{"activation": "relu2", "gated": False}],

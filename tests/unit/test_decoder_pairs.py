@@ -58,7 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def cover() -> list[Row]:
     pairs = pytest.importorskip("allpairspy").AllPairs(list(ALL.values()), filter_func=fits)
-    return [dict(zip(ALL, row, strict=True)) for row in pairs]
+    rows: list[Row] = [dict(zip(ALL, row, strict=True)) for row in pairs]
+    # Only a Llama's files have queries, keys and values apart, so that each has an adapter of its own.
+    return [*rows, {name: options[name == "lora"] for name, options in ALL.items()}]
 
 
 def batch_of(row: Row, step: int, generator: torch.Generator) -> tuple[Batch, Sample]:
@@ -258,6 +260,15 @@ def test_random_features(folder: Path, number: int) -> None:
     seed = FIRST_SEED + number
     print(f"PAIRS_SEED={seed} PAIRS_ROWS=1: {random_row(seed)}")
     compare(random_row(seed), seed, folder)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_the_scale_of_embeddings_is_rounded_to_bfloat16_where_gemma_s_is(rounds: bool) -> None:
+    fields = {"num_layers": 1, "num_attention_heads": 4, "embedding_scale": 3.3, "round_embedding_scale": rounds}
+    model, tokens = Decoder(DecoderConfig(**SIZES, **fields)).bfloat16(), torch.arange(257)[None]
+    scale = torch.tensor(3.3).bfloat16().item() if rounds else 3.3
+    expected = (model.embedding.weight[:257].float() * scale).bfloat16()
+    assert torch.equal(model.embed(Batch(tokens))[0], expected)
 
 
 def test_every_field_of_the_model_is_in_the_array() -> None:

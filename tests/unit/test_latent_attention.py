@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import DeepseekV3Config, GptOssConfig
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
@@ -18,17 +17,16 @@ from tests.unit.hugging_face_cases import moe_config
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data, JobConfig, Model
-from titan_like.data.batch import Batch, collate, num_labels
+from titan_like.data.batch import Batch
 from titan_like.data.objectives.masks import Masks, masks_of
 from titan_like.models.batch import Context
 from titan_like.models.config import RopeScaling
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.latent_attention import LatentAttention, latent_scale
-from titan_like.models.registry import build_model, model_config
+from titan_like.models.registry import model_config
 from titan_like.verify.shrink import resolve
 
 HIDDEN, SEQ = 64, 21
@@ -156,45 +154,6 @@ def test_experts_with_biases_and_a_clamp_are_those_of_gpt_oss():
         return module(4 * x)[0] if module is theirs else module(4 * x)  # many are clamped
 
     assert_alike(ours, theirs, same, run)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_multi_token_prediction_is_a_plain_loop(tied):
-    """Of token i + 2 from the hidden state at i and token i + 1 (arXiv 2412.19437, equations 21 to 24)."""
-    config = model_config(Model(family="decoder", flavor="debug_latent", overrides={"tied_embeddings": tied}))
-    model: Any = build_model(config, "decoder").double()
-    for number, parameter in enumerate(model.parameters()):
-        nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(number))
-    text = torch.randint(0, 257, (18,), generator=torch.Generator().manual_seed(1))
-    sample = Batch(text[:-1], text[1:].clone())
-    assert sample.labels is not None
-    sample.labels[4] = IGNORED_LABEL
-    batch = collate([replace(masks_of(JobConfig(), config), samples=[sample])[0]] * 2)
-    batch = batch._replace(loss_factors=torch.tensor([1.0, 0.3], dtype=torch.float64))
-    assert num_labels(batch, config.predictions).tolist() == [32, 30]
-    losses = model(batch)
-    gradients = torch.autograd.grad(losses.sum(), tuple(model.parameters()))
-
-    (cos, sin), states = (
-        model.rotary_tables(Batch(text, positions=torch.arange(17)))["full"],
-        model.embedding(batch.tokens),
-    )
-    *layers, ahead = model.layers.values()
-    for layer in layers:
-        states = layer(states, Context(rope=(cos, sin)))
-    table = model.embedding.weight if tied else model.output.weight
-    main = [model.norm(states[:, i]) @ table[:257].t() for i in range(17)]
-    embedded = model.embedding(batch.tokens[:, 1:])
-    joined = ahead.eh_proj(torch.cat((ahead.enorm(embedded), ahead.hnorm(model.norm(states[:, :16]))), 2))
-    further = ahead.norm(DecoderLayer.forward(ahead, joined, Context(rope=(cos[:16], sin[:16])))) @ table[:257].t()
-    labels = batch.labels
-    expected = [sum(F.cross_entropy(main[i], labels[:, i], reduction="sum") for i in range(17) if i != 4)]
-    expected.append(sum(F.cross_entropy(further[:, i], labels[:, i + 1], reduction="sum") for i in range(16) if i != 3))
-    wanted = torch.autograd.grad(expected[0] + 0.3 * expected[1], tuple(model.parameters()))
-    torch.testing.assert_close(losses, torch.stack(expected) * batch.loss_factors, rtol=bound(), atol=0)
-    for name, one, other in zip(dict(model.named_parameters()), gradients, wanted, strict=True):
-        assert (one - other).norm() < bound() * other.norm(), name
-    torch.testing.assert_close(model(Batch(batch.tokens))[..., :257], torch.stack(main, 1), rtol=bound(), atol=bound())
 
 
 def test_next_tokens_of_other_documents_carry_no_loss():
