@@ -95,7 +95,9 @@ def randomise(model: Decoder, generator: torch.Generator) -> None:
     """Make every parameter and router's state random, the ones that begin as 0 or 1 too."""
     for name, parameter in model.named_parameters():
         offset = 1.0 if "norm" in name and name.endswith("weight") and not model.config.norm_offset else 0.0
-        parameter.copy_(offset + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        is_clamped = model.config.activation == "clamped_swiglu" and name.endswith(("gate.weight", "up.weight"))
+        std = 1.8 if is_clamped else 0.3  # so that a third of what enters clamped SwiGLU is clamped
+        parameter.copy_(offset + std * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     for module in model.modules():
         if isinstance(module, Router):
             module.load.copy_(torch.rand(module.load.shape, generator=generator))
@@ -138,6 +140,7 @@ class Trained:
         self.trainer = Trainer(run, observer=self.watch)
         self.model: Any = self.trainer.model.stages[0].module
         self.fields, self.config = self.model.config.model_dump(), self.trainer.config
+        DecoderConfig.model_validate(self.fields | self.model.config.shrunk(16))  # a small copy of any shape is valid
         randomise(self.model, self.generator)
         modules = dict(self.model.named_modules())
         self.adapted = {name: module for name, module in modules.items() if isinstance(module, lora.AdaptedLinear)}
