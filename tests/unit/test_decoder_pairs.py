@@ -31,6 +31,7 @@ from titan_like.models.decoder.model import Decoder
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.small import small_fields
 from titan_like.parallel import lora
 from titan_like.parallel.mesh import build_mesh
 from titan_like.train import trainer as trainer_module
@@ -140,7 +141,6 @@ class Trained:
         self.trainer = Trainer(run, observer=self.watch)
         self.model: Any = self.trainer.model.stages[0].module
         self.fields, self.config = self.model.config.model_dump(), self.trainer.config
-        DecoderConfig.model_validate(self.fields | self.model.config.shrunk(16))  # a small copy of any shape is valid
         randomise(self.model, self.generator)
         modules = dict(self.model.named_modules())
         self.adapted = {name: module for name, module in modules.items() if isinstance(module, lora.AdaptedLinear)}
@@ -272,6 +272,13 @@ def test_the_scale_of_embeddings_is_rounded_to_bfloat16_where_gemma_s_is(rounds:
     scale = torch.tensor(3.3).bfloat16().item() if rounds else 3.3
     expected = (model.embedding.weight[:257].float() * scale).bfloat16()
     assert torch.equal(model.embed(Batch(tokens))[0], expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_small_copy_of_any_shape_is_valid(seed: int) -> None:
+    config = DecoderConfig(**fields_of(random_row(seed)))
+    small = small_fields(config, 1, 1, 1, on_gpus=False, float8=False) | config.shrunk(16)
+    assert DecoderConfig.model_validate(config.model_dump() | small).hidden_size == small["hidden_size"]
 
 
 def test_every_field_of_the_model_is_in_the_array() -> None:
