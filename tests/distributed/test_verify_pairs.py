@@ -112,7 +112,7 @@ def random_case(draw: random.Random, missing: set[Meeting] = frozenset()) -> tup
             for name, options in FEATURES.items():
                 met = [[(name, number, axis) for axis in ("", *degrees)] for number in range(len(options))]
                 model[name] = draw.choices(options, [1 + 20 * len(missing.intersection(each)) for each in met])[0]
-            if fits([*model.values()]):
+            if fits(model):
                 try:
                     if config_of(folder, model, layout)[1].num_processes <= MOST_PROCESSES:
                         return model, layout

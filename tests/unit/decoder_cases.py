@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 from pydantic import ValidationError
@@ -163,16 +164,51 @@ def settings_of(row: Row) -> dict[str, Any]:
     return {key: value for name in names for key, value in row[name].items() if "." in key}
 
 
-def fits(values: list[dict[str, Any]]) -> bool:
-    """Whether values of the first features go together; those that are not chosen yet are the first ones."""
-    return _is_valid(tuple(options.index(value) for value, options in zip(values, FEATURES.values(), strict=False)))
+def cover() -> list[Row]:
+    """Few rows in which every pair of values of two features occurs, if they go together."""
+    sizes, draw = [len(options) for options in ALL.values()], random.Random(0)
+    values = [(feature, number) for feature, size in enumerate(sizes) for number in range(size)]
+    missing = {pair: None for pair in combinations(values, 2) if pair[0][0] != pair[1][0]}
+    rows: list[Row] = []
+    while missing:
+        chosen = dict(pair := next(iter(missing)))
+        if not _go_together(chosen):  # they may with another value of a third feature
+            thirds = ({**chosen, feature: number} for feature, number in values if feature not in chosen)
+            chosen = next(filter(_go_together, thirds), {})
+            if not chosen:
+                del missing[pair]
+                continue
+        for feature in draw.sample(range(len(sizes)), len(sizes)):
+            if feature not in chosen:
+                pairs = [[_pair((feature, n), other) for other in chosen.items()] for n in range(sizes[feature])]
+                new = [sum(pair in missing for pair in of_value) for of_value in pairs]
+                best = sorted(range(sizes[feature]), key=lambda number: (-new[number], draw.random()))
+                chosen[feature] = next(number for number in best if _go_together({**chosen, feature: number}))
+        for pair in combinations(sorted(chosen.items()), 2):
+            missing.pop(pair, None)
+        rows.append({name: options[chosen[feature]] for feature, (name, options) in enumerate(ALL.items())})
+    return rows
+
+
+def _pair(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (one, other) if one < other else (other, one)
+
+
+def _go_together(chosen: Mapping[int, int]) -> bool:
+    """Whether the model's values fit; those of features that are not chosen yet are the first ones."""
+    return _is_valid(tuple(chosen.get(feature, 0) for feature in range(len(FEATURES))))
+
+
+def fits(row: Row) -> bool:
+    """Whether the model's values go together."""
+    return _is_valid(tuple(options.index(row[name]) for name, options in FEATURES.items()))
 
 
 @cache
 def _is_valid(numbers: tuple[int, ...]) -> bool:
-    chosen = dict(zip(FEATURES, numbers, strict=False))
     try:
-        DecoderConfig(**fields_of({name: options[chosen.get(name, 0)] for name, options in FEATURES.items()}))
+        row = {name: options[number] for number, (name, options) in zip(numbers, FEATURES.items(), strict=True)}
+        DecoderConfig(**fields_of(row))
     except ValidationError:
         return False
     return True
@@ -183,5 +219,5 @@ def random_row(seed: int) -> Row:
     draw = random.Random(seed)
     while True:
         row = {name: draw.choice(options) for name, options in ALL.items()}
-        if fits([row[name] for name in FEATURES]):
+        if fits(row):
             return row

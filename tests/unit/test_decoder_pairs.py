@@ -23,7 +23,7 @@ from tests.float64 import bound, exact_rope
 from tests.reference.decoder import Linear, Output, Sample, decode, lora_linear
 from tests.reference.optimizers import PlainOptimizer
 from tests.reference.training import learning_rate
-from tests.unit.decoder_cases import ALL, FEATURES, LEFT_OUT, SIZES, Row, fields_of, fits, random_row, settings_of
+from tests.unit.decoder_cases import ALL, FEATURES, LEFT_OUT, SIZES, Row, cover, fields_of, random_row, settings_of
 from titan_like.config.load import edit
 from titan_like.models.batch import Batch
 from titan_like.models.decoder.config import DecoderConfig
@@ -57,11 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield tmp_path_factory.mktemp("pairs")
 
 
-def cover() -> list[Row]:
-    pairs = pytest.importorskip("allpairspy").AllPairs(list(ALL.values()), filter_func=fits)
-    rows: list[Row] = [dict(zip(ALL, row, strict=True)) for row in pairs]
+def rows() -> list[Row]:
     # Only a Llama's files have queries, keys and values apart, so that each has an adapter of its own.
-    return [*rows, {name: options[name == "lora"] for name, options in ALL.items()}]
+    return [*cover(), {name: options[name == "lora"] for name, options in ALL.items()}]
 
 
 def batch_of(row: Row, step: int, generator: torch.Generator) -> tuple[Batch, Sample]:
@@ -252,7 +250,7 @@ def compare(row: Row, seed: int, folder: Path) -> None:
             trained.compare_step(step)
 
 
-@pytest.mark.parametrize(("row", "seed"), [pytest.param(row, seed, id=str(seed)) for seed, row in enumerate(cover())])
+@pytest.mark.parametrize(("row", "seed"), [pytest.param(row, seed, id=str(seed)) for seed, row in enumerate(rows())])
 def test_pairs_of_features(folder: Path, row: Row, seed: int) -> None:
     compare(row, seed, folder)
 
