@@ -151,6 +151,19 @@ def test_factor_and_type_of_gradients_do_not_matter(name: str, dtype: torch.dtyp
     assert worst_difference(narrow, exact) < 8 * worst_difference(alone, exact) + bound()
 
 
+def test_muon_divides_small_directions_by_the_same_norm_with_a_factor() -> None:
+    """By 1e-7, far above the norms of these."""
+    scaled, plain = parameters(torch.float64), parameters(torch.float64)
+    generator, factor = torch.Generator().manual_seed(1), torch.tensor(1 / 4096, dtype=torch.float64)
+    for (_, p), (_, q) in zip(scaled, plain, strict=True):
+        q.grad = 1e-10 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        p.grad = 4096 * q.grad
+    for named, own in ((scaled, factor), (plain, None)):
+        rule = build_optimizer(named, Optimizer(name="muon", lr=LR, weight_decay=0))
+        update(rule, [p for _, p in named], LR, own, torch.tensor(False))
+    assert worst_difference(scaled, plain) < bound()
+
+
 def test_muon_orthogonalises_in_the_type_it_is_told() -> None:
     found = {}
     for label, dtype, told in (
