@@ -14,8 +14,6 @@ import torch
 
 from tests.distributed.bugs import (
     BERT,
-    BIASED,
-    BIASES,
     BUGS,
     DOCUMENTS,
     FLOAT8_EXPERTS,
@@ -23,16 +21,12 @@ from tests.distributed.bugs import (
     GPT,
     LATENT,
     LLAMA_MASKS,
-    LLAMA_ONE,
-    LORA,
     MOE,
     ONE,
     PAIRS,
     RACE,
     RAMPUP,
-    SHARED,
     T5,
-    WINDOWS,
     Z_LOSS,
     kind_of,
 )
@@ -61,18 +55,14 @@ BFLOAT16 = [*ONE, "--training.dtype", "bfloat16"]
 SAME = {
     "gpt": ([*DOCUMENTS, *ONE], [EXACT, "float32"]),
     "llama": ([*LLAMA_MASKS, *RAMPUP], [EXACT, "float32"]),
-    "windows": ([*LLAMA_ONE, *WINDOWS, *DOCUMENTS[:4]], [EXACT, "float32"]),
     "bert": ([*BERT, *ONE], [EXACT]),
     "pairs": ([*PAIRS, *BFLOAT16], [EXACT, "bfloat16"]),
     "t5": ([*T5, *BFLOAT16], [EXACT, "bfloat16"]),
     "race": ([*RACE, *ONE], [EXACT]),
-    "experts": ([*MOE, *BIASED, *SHARED, *ONE], [EXACT]),
     "latent attention and two tokens": ([*LATENT, *ONE], [EXACT]),
-    "biases of experts": ([*BIASES, *ONE], [EXACT]),
     "experts and their losses": ([*MOE, *Z_LOSS, *ONE, "--lr_scheduler.decay", "wsd"], [EXACT]),
     "experts in float8": ([*MOE, *FLOAT8_EXPERTS, "--float8.recipe", "rowwise", *ONE], [EXACT]),
     "float16": (FLOAT16, ["float16"]),
-    "adapters": ([*LORA, *ONE], [EXACT]),
 }
 
 

@@ -1,6 +1,7 @@
 """Training by definition: one process, one plain loop, in float64 or in a type whose rounding is measured.
 
-It shares no code with the trainer, its loss, its schedule, its attention masks, positions and experts. Some steps are
+It shares no code with the trainer, its loss, its schedule, its attention masks, positions and experts. Layers and
+adapters are compared with their definitions in tests/unit/test_decoder_pairs.py and test_classics.py. Some steps are
 bad: their gradients are not finite, so they consume samples and update nothing.
 """
 
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.reference.experts import PlainExperts
-from tests.reference.lora import define_adapters
 from tests.reference.masks import take_definitions
 from titan_like.config.schema import JobConfig, Training
 from titan_like.data.batch import Batch, collate, map_tensors
@@ -24,7 +24,7 @@ from titan_like.models.decoder.model import DecoderLayer
 from titan_like.models.registry import build_model, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.optim.optimizer import build_optimizer
-from titan_like.parallel.lora import freeze
+from titan_like.parallel.lora import add_adapters, freeze
 from titan_like.verify.compare import EXACT, HALF, Key, Row
 from titan_like.verify.processes import Member
 from titan_like.verify.reference import Trace, norm, perturb
@@ -44,7 +44,7 @@ def train_by_definition(
     training, max_norm = config.training, config.training.max_norm
     model = build_model(model_config(config.model), config.model.family)
     if config.lora.rank:
-        define_adapters(model, config.lora)
+        add_adapters(model, config.lora)
     model.to(torch.promote_types(compute_type, torch.float32))
     model.initial_elements = ELEMENTS
     model.init_weights(config.job.seed)

@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.plain_loop import prepared, run_settings
 from titan_like.config.errors import RunError
-from titan_like.data.batch import Batch, collate, map_tensors
+from titan_like.data.batch import Batch, collate, map_tensors, num_labels, without_labels
 from titan_like.data.text.packed import PackedDataset
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.transformer import Transformer
@@ -38,6 +38,14 @@ def test_a_field_that_some_samples_lack_is_named_in_one_sentence() -> None:
     whole = sample_of(0)
     with pytest.raises(RunError, match="different fields; set a field of Batch in every sample or in none"):
         collate([whole, whole._replace(hints=None)])
+
+
+def test_a_sample_without_labels_has_none_for_any_head() -> None:
+    tokens = torch.arange(8)
+    sample = without_labels(Batch(tokens, tokens, next_labels=tokens, sample_labels=tokens[1]))
+    assert num_labels(sample, ("tokens", "mtp", "pair")).tolist() == [0, 0, 0]
+    assert num_labels(sample, ("choice",)).tolist() == [0] and torch.equal(sample.tokens, tokens)
+    assert without_labels(Batch(tokens, tokens)).next_labels is None
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -1,241 +1,284 @@
-"""Every pair of a decoder's features, against the plain decoder of tests/reference, in float64.
+"""Every pair of features of decoders and of their training, against the definitions of tests/reference, in float64.
 
-A covering array has each pair of values of two features in at least one of its rows. Each row is a tiny model.
+A covering array has each pair of values of two features in at least one of its rows. Each row is a tiny model, which
+the trainer updates twice. ``pytest -m exhaustive`` trains random rows: PAIRS_SEED is the first one's seed, and
+PAIRS_ROWS their number.
 """
 
-from collections.abc import Mapping
-from functools import partial
+import os
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from pydantic import ValidationError
+from torch import nn
 
+from tests.distributed.launch import base_config
 from tests.float64 import bound, exact_rope
 from tests.reference.decoder import Linear, Output, Sample, decode, lora_linear
-from titan_like.config.schema import LoRA
+from tests.reference.optimizers import PlainOptimizer
+from tests.reference.training import learning_rate
+from tests.unit.decoder_cases import ALL, FEATURES, LEFT_OUT, SIZES, Row, cover, fields_of, random_row, settings_of
+from titan_like.config.load import edit
 from titan_like.models.batch import Batch
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.decoder.model import Decoder
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.small import small_fields
 from titan_like.parallel import lora
+from titan_like.parallel.mesh import build_mesh
+from titan_like.train import trainer as trainer_module
+from titan_like.train.job import process_group
+from titan_like.train.rules import resolve_settings
+from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
+from titan_like.verify.watch import Watch
 
-SIZES = {"hidden_size": 16, "vocab_size": 29, "vocab_multiple": 8, "max_seq_len": 64, "ffn_hidden_size": 12}
-BATCH, SEQ_LEN = 2, 11
-
-ROTARY = 4  # rotated dimensions of most heads, for which longrope has factors
-SCALINGS: dict[str, Any] = {
-    "none": None,
-    "linear": {"type": "linear", "factor": 4.0},
-    "llama3": {
-        "type": "llama3", "factor": 8.0, "original_max_seq_len": 24, "low_freq_factor": 1.0, "high_freq_factor": 4.0
-    },
-    "yarn": {"type": "yarn", "factor": 4.0, "original_max_seq_len": 24, "beta_fast": 4.0, "mscale": 0.7},
-    "yarn of DeepSeek": {
-        "type": "yarn", "factor": 4.0, "original_max_seq_len": 24, "beta_fast": 3.0, "mscale": 0.7,
-        "mscale_all_dim": 1.3, "truncate": False,
-    },
+BATCH, SEQ_LEN, STEPS = 2, 11, 2
+COMMON: dict[str, Any] = {
+    "model.family": "decoder", "model.flavor": "row", "training.dtype": "float64", "training.seq_len": SEQ_LEN,
+    "training.global_batch_size": BATCH, "training.steps": 5, "optimizer.lr": 0.05, "evaluation.interval": 0,
 }  # fmt: skip
-EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 8}
-FEATURES: dict[str, list[dict[str, Any]]] = {
-    "layers": [
-        {},
-        {"layer_pattern": ["local", "full"], "kinds": {"local": {"window": 3}}},
-        {
-            "layer_pattern": ["local", "free"],
-            "kinds": {"local": {"window": 5, "rope_theta": 50.0}, "free": {"rope_theta": 0.0}},
-        },
-    ],
-    "rope": [{"rope_scaling": scaling} for scaling in SCALINGS.values()],
-    "rotary": [{}, {"rotary_fraction": 0.5}],
-    "heads": [
-        {"num_attention_heads": 4},
-        {"num_attention_heads": 4, "num_kv_heads": 2, "head_size": 8},
-        {"num_attention_heads": 3, "num_kv_heads": 1, "head_size": 4},
-        {"num_attention_heads": 2, "kv_lora_rank": 10, "nope_head_size": 6, "rope_head_size": 4, "value_head_size": 5},
-        {
-            "num_attention_heads": 2,
-            "kv_lora_rank": 10,
-            "q_lora_rank": 7,
-            "nope_head_size": 2,
-            "rope_head_size": 4,
-            "value_head_size": 6,
-        },
-    ],
-    "attention_bias": [{"attention_bias": value} for value in ("none", "qkv", "all")],
-    "qk_norm": [{"qk_norm": value} for value in ("none", "head", "all")],
-    "attention_scale": [{}, {"attention_scale": 0.3}],
-    "attention_softcap": [{}, {"attention_softcap": 0.8}],
-    "attention_sinks": [{}, {"attention_sinks": True}],
-    "norm": [{}, {"norm_offset": True}, {"norm": "layer"}, {"norm": "layer", "norm_offset": True}],
-    "block": [{"block": value} for value in ("pre", "post", "sandwich", "parallel")],
-    "activation": [{"activation": value} for value in ("silu", "gelu", "gelu_tanh", "clamped_swiglu")]
-    + [{"activation": "relu2", "gated": False}],
-    "mlp_bias": [{}, {"mlp_bias": True}],
-    "experts": [
-        {},
-        EXPERTS | {"z_loss_coefficient": 0.01},
-        EXPERTS | {"num_dense_layers": 1, "router_score": "sigmoid", "renormalize": False, "balance": "none"},
-        EXPERTS | {"router_groups": 3, "router_top_groups": 2, "router_score": "sigmoid", "balance": "bias"},
-        EXPERTS | {"experts_per_token": 1, "renormalize": False, "routed_scaling": 2.5},
-    ],
-    "of experts": [{}, {"router_bias": True}, {"expert_bias": True}, {"num_shared_experts": 2}],
-    "embedding_scale": [{}, {"embedding_scale": 3.0}],
-    "residual_scale": [{}, {"residual_scale": 0.7}],
-    "logit_scale": [{}, {"logit_scale": 0.6}],
-    "final_softcap": [{}, {"final_softcap": 1.2}],
-    "tied_embeddings": [{}, {"tied_embeddings": True}],
-    "mtp_layers": [{}, {"mtp_layers": 1}],
-    "lora": [{}, {"rank": 2}, {"rank": 2, "dropout": 0.5}],
-    "documents": [{}, {"packed": True}, {"packed": True, "resets": True}],
-}
-OTHERS = ("lora", "documents")  # which are not the model's
+FIRST_SEED = int(os.environ.get("PAIRS_SEED", random.randrange(10**6)))
+RANDOM_ROWS = int(os.environ.get("PAIRS_ROWS", "200"))
 
 
-def fields_of(values: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"num_layers": 2, **SIZES}
-    for name in (name for name in FEATURES if name not in OTHERS):
-        fields |= values.get(name, {})
-    if not fields.get("num_experts"):
-        fields = {
-            name: value
-            for name, value in fields.items()
-            if name not in ("router_bias", "expert_bias", "num_shared_experts")
-        }
-    return fields
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One process group and its mesh for all rows."""
+    with process_group(torch.device("cpu")), patch.object(trainer_module, "build_mesh", cache(build_mesh)):
+        yield tmp_path_factory.mktemp("pairs")
 
 
-def fits(row: list[dict[str, Any]]) -> bool:
-    """Whether features go together; those that are not chosen yet are the first ones."""
-    values = {name: values[0] for name, values in FEATURES.items()} | dict(zip(FEATURES, row, strict=False))
-    try:
-        DecoderConfig(**fields_of(values))
-    except ValidationError:
-        return False
-    return True
+def rows() -> list[Row]:
+    # Only a Llama's files have queries, keys and values apart, so that each has an adapter of its own.
+    return [*cover(), {name: options[name == "lora"] for name, options in ALL.items()}]
 
 
-def cover() -> list[dict[str, dict[str, Any]]]:
-    pairs = pytest.importorskip("allpairspy").AllPairs(list(FEATURES.values()), filter_func=fits)
-    return [dict(zip(FEATURES, row, strict=True)) for row in pairs]
-
-
-def numbered(rows: list[dict[str, dict[str, Any]]]) -> list[Any]:
-    return [pytest.param(row, number, id=f"{number}") for number, row in enumerate(rows)]
-
-
-def batch_of(documents: Mapping[str, Any], generator: torch.Generator) -> tuple[Batch, Sample]:
+def batch_of(row: Row, step: int, generator: torch.Generator) -> tuple[Batch, Sample]:
     """The same sequences for the product and for the definition."""
-    tokens, nexts = (torch.randint(0, SIZES["vocab_size"], (BATCH, SEQ_LEN), generator=generator) for _ in range(2))
-    labels, next_labels = (
-        torch.randint(0, SIZES["vocab_size"], (BATCH, SEQ_LEN), generator=generator) for _ in range(2)
-    )
-    labels[0, 3], next_labels[1, -2:], next_labels[0, 3] = IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL
-    starts = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
+
+    def draw() -> torch.Tensor:
+        return torch.randint(0, SIZES["vocab_size"], (BATCH, SEQ_LEN), generator=generator)
+
+    tokens, nexts, labels, next_labels = draw(), draw(), draw(), draw()
+    which = row["labels"]["labels"]
+    if which != "all":
+        labels[0, 3], next_labels[1, -2:], next_labels[0, 3] = IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL
+    if which == "answers":
+        labels[0], labels[1, :7], next_labels[0], next_labels[1, :6] = (IGNORED_LABEL,) * 4
+    if which == "none at first" and step == 1:
+        labels[:] = IGNORED_LABEL
+    if which == "none ahead at first" and step == 1:
+        next_labels[:] = IGNORED_LABEL
+    documents, starts = row["documents"], torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
     if documents.get("packed"):
         starts[0, 4:], starts[1, 1:], starts[1, 7:] = 4, 1, 7
     order = torch.arange(SEQ_LEN).expand(BATCH, -1)
     positions = order - starts if documents.get("resets") else order
-    mask = KeyRanges(starts, order + 1) if documents.get("packed") else None
-    batch = Batch(tokens, labels, positions, mask, next_tokens=nexts, next_labels=next_labels)
+    batch = Batch(tokens, labels, positions, KeyRanges(starts, order + 1) if documents.get("packed") else None)
+    if row["mtp_layers"]:
+        batch = batch._replace(next_tokens=nexts, next_labels=next_labels)
     return batch, Sample(tokens, starts, positions, labels, nexts, next_labels)
 
 
-def build(config: DecoderConfig, section: LoRA, generator: torch.Generator) -> Decoder:
-    """A model whose every parameter and router's state is random, the ones that begin as 0 or 1 too."""
-    model = Decoder(config)
-    if section.rank:
-        lora.add_adapters(model, section)
-    model.double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            offset = 1.0 if "norm" in name and name.endswith("weight") and not config.norm_offset else 0.0
-            parameter.copy_(offset + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        for module in model.modules():
-            if isinstance(module, Router):
-                module.load.copy_(torch.rand(module.load.shape, generator=generator))
-                module.load.div_(module.load.sum())
-                if module.bias is not None:
-                    module.bias.copy_(0.1 * torch.randn(module.bias.shape, generator=generator))
-    return model
+@torch.no_grad()
+def randomise(model: Decoder, generator: torch.Generator) -> None:
+    """Make every parameter and router's state random, the ones that begin as 0 or 1 too."""
+    for name, parameter in model.named_parameters():
+        offset = 1.0 if "norm" in name and name.endswith("weight") and not model.config.norm_offset else 0.0
+        is_clamped = model.config.activation == "clamped_swiglu" and name.endswith(("gate.weight", "up.weight"))
+        std = 1.8 if is_clamped else 0.3  # so that a third of what enters clamped SwiGLU is clamped
+        parameter.copy_(offset + std * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.load.copy_(torch.rand(module.load.shape, generator=generator))
+            module.load.div_(module.load.sum())
+            if module.bias is not None:
+                module.bias.copy_(0.1 * torch.randn(module.bias.shape, generator=generator))
 
 
 class Dropped:
     """Dropout of adapters' inputs by masks of its own, which it keeps by the name of the linear layer."""
 
-    def __init__(self, model: Decoder, generator: torch.Generator) -> None:
-        self.masks: dict[str, torch.Tensor] = {}
+    def __init__(self, adapted: Mapping[str, nn.Module], generator: torch.Generator) -> None:
+        self.masks: dict[str, list[torch.Tensor]] = {}  # of each microbatch
         self.generator, self.name = generator, ""
-        for name, module in model.named_modules():
-            if isinstance(module, lora.AdaptedLinear):
-                module.register_forward_pre_hook(partial(self.begin, name))
+        self.rates: set[float] = set()
+        for name, module in adapted.items():
+            module.register_forward_pre_hook(partial(self.begin, name))
 
     def begin(self, name: str, *_: Any) -> None:
         self.name = name
 
     def dropout(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        self.rates.add(p)
         keeps = torch.rand(x.shape, generator=self.generator) >= p
-        self.masks[self.name] = keeps.double() / (1 - p)
-        return x * self.masks[self.name]
+        self.masks.setdefault(self.name, []).append(keeps.double() / (1 - p))
+        return x * self.masks[self.name][-1]
 
 
-def defined(
-    model: Decoder, weights: Mapping[str, torch.Tensor], sample: Sample, masks: Mapping[str, torch.Tensor]
-) -> Output:
-    linear: Linear | None = None
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, lora.AdaptedLinear)}
-    if adapted:
-        groups = {name: list(module.adapter.rows) for name, module in adapted.items() if len(module.adapter.rows) > 1}
-        linear = lora_linear(weights, next(iter(adapted.values())).adapter.scale, groups, masks)
-    return decode(model.config.model_dump(), weights, sample, linear)
+class Trained:
+    """A row's trainer, and its definition, which begins each step with the trainer's weights."""
 
+    def __init__(self, row: Row, seed: int, folder: Path) -> None:
+        self.row, self.watch, self.generator = row, Watch(), torch.Generator().manual_seed(seed)
+        fields, settings = fields_of(row), COMMON | settings_of(row)
+        if row["lora"] and fields.get("balance") == "bias":
+            fields["bias_update_rate"] = 0.0  # adapters go with frozen routers
+        settings["model.flavors"] = {"row": DecoderConfig(**fields).model_dump()}
+        run = prepare_run(resolve_settings(base_config(folder, settings)))
+        run = replace(run, config=edit(run.config, row["lora"]))  # they would need a file with weights
+        self.trainer = Trainer(run, observer=self.watch)
+        self.model: Any = self.trainer.model.stages[0].module
+        self.fields, self.config = self.model.config.model_dump(), self.trainer.config
+        randomise(self.model, self.generator)
+        modules = dict(self.model.named_modules())
+        self.adapted = {name: module for name, module in modules.items() if isinstance(module, lora.AdaptedLinear)}
+        self.routers = {name: module for name, module in modules.items() if isinstance(module, Router)}
+        self.names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        stacks = {name: self.fields["num_experts"] for name in self.names if ".experts." in name and "bias" not in name}
+        max_norm = self.config.training.max_norm
+        self.optimizer = PlainOptimizer(self.config.optimizer.model_dump(), stacks, max_norm)
+        if self.config.lora.rank:  # routers are frozen, so nothing balances them
+            self.fields |= {"balance_coefficient": 0.0, "z_loss_coefficient": 0.0}
 
-def compare(row: Mapping[str, dict[str, Any]], seed: int) -> None:
-    """Logits, losses, routers' statistics and every gradient, of one row."""
-    generator = torch.Generator().manual_seed(seed)
-    config, section = DecoderConfig(**fields_of(row)), LoRA(alpha=3.0, **row["lora"])
-    model = build(config, section, generator)
-    dropped, (batch, sample) = Dropped(model, generator), batch_of(row["documents"], generator)
-    if not config.mtp_layers:
-        batch = batch._replace(next_tokens=None, next_labels=None)
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    trained = {name: weights[name].requires_grad_() for name, _ in model.named_parameters()}
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
-    def check(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
-        error = (ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-3)
-        assert error < bound(), f"{what}: {error:.2e}"
+    def defined(self, weights: Mapping[str, torch.Tensor], sample: Sample, masks: Mapping[str, torch.Tensor]) -> Output:
+        linear: Linear | None = None
+        if self.adapted:
+            each = {name: list(module.adapter.rows) for name, module in self.adapted.items()}
+            groups = {name: rows for name, rows in each.items() if len(rows) > 1}
+            linear = lora_linear(weights, self.config.lora.alpha / self.config.lora.rank, groups, masks)
+        return decode(self.fields, weights, sample, linear)
 
-    with exact_rope():
-        expected = defined(model, weights, sample, {})
-        logits = model.eval()(batch._replace(next_tokens=None, next_labels=None))
-        check(logits[..., : config.vocab_size], expected.logits, "logits")
-        counts = [(labels >= 0).sum() for labels in (sample.labels, sample.next_labels)][: 1 + config.mtp_layers]
-        factors = torch.tensor(config.coefficients, dtype=torch.float64) / torch.stack(counts)
-        for module in model.modules():
-            if isinstance(module, Router):
-                module.loss_factor = torch.tensor(1 / sample.tokens.numel(), dtype=torch.float64)
+    def compare_step(self, step: int) -> None:
+        """Logits, losses, routers' statistics, every gradient, the norm and every weight after the update."""
+        batch, sample = batch_of(self.row, step, self.generator)
+        weights = self.weights()
+        trained = {name: weights[name].requires_grad_() for name in self.names}
+        logits = self.model.eval()(batch._replace(next_tokens=None, next_labels=None))
+        self.model.train()
+        dropped = Dropped(self.adapted, self.generator)
+        pieces = batch_pieces(batch, self.config.training.micro_batch_size)
         with patch.object(lora.F, "dropout", dropped.dropout):
-            losses = model.train()(batch._replace(loss_factors=factors))
-            losses.sum().backward()
-        expected = defined(model, weights, sample, dropped.masks)
-    loss = expected.loss(config.model_dump(), sample)
-    of_routers = loss - expected._replace(experts={}).loss(config.model_dump(), sample)
-    check(losses.sum() + of_routers.detach(), loss, "loss")
-    for name, module in model.named_modules():
-        if isinstance(module, Router):
+            record = self.trainer.read_step(self.trainer.train_step(iter(pieces)))
+        rate = self.config.lora.dropout
+        assert (dropped.rates, dropped.masks.keys()) == (({rate}, self.adapted.keys()) if rate else (set(), set()))
+        masks = {name: torch.cat(parts) for name, parts in dropped.masks.items()}
+        expected = self.defined(weights, sample, masks)
+        plain = self.defined(weights, sample, {}).logits if masks else expected.logits
+        check(logits[..., : self.model.config.vocab_size], plain, "logits")
+        rate = learning_rate(self.config, step, self.config.training.steps or 0)
+        assert record.lr == pytest.approx(rate, rel=bound())
+        labels = (sample.labels, sample.next_labels)[: 1 + self.fields["mtp_layers"]]
+        if not all((of_head >= 0).any() for of_head in labels):
+            assert record.nan == 1
+            for name, value in self.weights().items():
+                assert torch.equal(value, weights[name]), f"{name} of a skipped step"
+            return
+        loss = expected.loss(self.fields, sample)
+        check(record.loss, expected._replace(experts={}).loss(self.fields, sample), "loss")
+        loss.backward()
+        gradients = dict(self.watch.gradients)
+        assert gradients.keys() == trained.keys()
+        theirs = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in trained.items()}
+        largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+        for name, gradient in gradients.items():
+            check(gradient, theirs[name], name, least=1e-3 * largest)
+        norm = torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
+        check(record.grad_norm, norm, "gradient norm")
+        self.compare_routers(weights, expected, record.experts)
+        updated = self.optimizer.step({name: weights[name].detach() for name in self.names}, gradients, rate)
+        after = self.weights()
+        for name, value in updated.items():
+            check(after[name], value, f"{name} after the update")
+        assert all(torch.equal(after[name], weights[name]) for name, _ in self.frozen()), "frozen weights"
+
+    def frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (named for named in self.model.named_parameters() if not named[1].requires_grad)
+
+    def compare_routers(
+        self, weights: Mapping[str, torch.Tensor], expected: Output, figures: Mapping[str, float]
+    ) -> None:
+        """Loads and biases for the next step, and the figures of this one."""
+        balance = z = torch.zeros((), dtype=torch.float64)
+        for name, router in self.routers.items():
             seen = expected.experts[name.removesuffix(".router")]
-            assert module.counts.tolist() == seen.sent.tolist(), name
-            check(module.loss_sums, torch.stack((seen.balance, seen.z)), name)
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        theirs = trained[name].grad
-        check(gradient, torch.zeros_like(gradient) if theirs is None else theirs, name)
+            share = seen.sent.double() / seen.sent.sum()
+            assert torch.equal(router.load.double(), share.to(router.load.dtype).double()), name
+            if router.bias is not None:
+                missing = (seen.sent.double().mean() - seen.sent).sign()
+                moved = weights[f"{name}.bias"] + (self.fields["bias_update_rate"] * missing)
+                check(router.bias, moved, f"{name}.bias")
+            tokens = seen.sent.sum() / self.fields["experts_per_token"]
+            balance, z = balance + seen.balance / tokens, z + seen.z / tokens
+        if self.routers:
+            check(figures["balance_loss"], balance, "balance_loss")
+            check(figures["router_z_loss"], z, "router_z_loss")
 
 
-@pytest.mark.parametrize(("row", "seed"), numbered(cover()))
-def test_pairs_of_features(row: dict[str, dict[str, Any]], seed: int) -> None:
-    compare(row, seed)
+def batch_pieces(batch: Batch, size: int) -> list[Batch]:
+    def split(value: Any, start: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[start : start + size]
+        return KeyRanges(*(split(part, start) for part in value)) if isinstance(value, KeyRanges) else value
+
+    return [Batch(*(split(value, start) for value in batch)) for start in range(0, BATCH, size)]
+
+
+def check(ours: torch.Tensor | float, theirs: torch.Tensor, what: str, least: float = 1e-3) -> None:
+    """The largest difference, as a share of the largest value or of ``least``, is rounding."""
+    theirs = theirs.detach().double()
+    error = (torch.as_tensor(ours, dtype=torch.float64) - theirs).abs().max() / theirs.abs().max().clamp(min=least)
+    assert error < bound(), f"{what}: {error:.2e}"
+
+
+def compare(row: Row, seed: int, folder: Path) -> None:
+    with exact_rope():
+        trained = Trained(row, seed, folder)
+        for step in range(1, STEPS + 1):
+            trained.compare_step(step)
+
+
+@pytest.mark.parametrize(("row", "seed"), [pytest.param(row, seed, id=str(seed)) for seed, row in enumerate(rows())])
+def test_pairs_of_features(folder: Path, row: Row, seed: int) -> None:
+    compare(row, seed, folder)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(RANDOM_ROWS))
+def test_random_features(folder: Path, number: int) -> None:
+    seed = FIRST_SEED + number
+    print(f"PAIRS_SEED={seed} PAIRS_ROWS=1: {random_row(seed)}")
+    compare(random_row(seed), seed, folder)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_the_scale_of_embeddings_is_rounded_to_bfloat16_where_gemma_s_is(rounds: bool) -> None:
+    fields = {"num_layers": 1, "num_attention_heads": 4, "embedding_scale": 3.3, "round_embedding_scale": rounds}
+    model, tokens = Decoder(DecoderConfig(**SIZES, **fields)).bfloat16(), torch.arange(257)[None]
+    scale = torch.tensor(3.3).bfloat16().item() if rounds else 3.3
+    expected = (model.embedding.weight[:257].float() * scale).bfloat16()
+    assert torch.equal(model.embed(Batch(tokens))[0], expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_small_copy_of_any_shape_is_valid(seed: int) -> None:
+    config = DecoderConfig(**fields_of(random_row(seed)))
+    small = small_fields(config, 1, 1, 1, on_gpus=False, float8=False) | config.shrunk(16)
+    assert DecoderConfig.model_validate(config.model_dump() | small).hidden_size == small["hidden_size"]
+
+
+def test_every_field_of_the_model_is_in_the_array() -> None:
+    varied = {name for options in FEATURES.values() for value in options for name in value}
+    assert varied | LEFT_OUT.keys() | SIZES.keys() == DecoderConfig.model_fields.keys()

@@ -25,8 +25,9 @@ from titan_like.data.source import Source
 from titan_like.metrics.record import StepRecord
 from titan_like.parallel.model import LossFunction, WholeModel
 from titan_like.train.health import LossWatch, robust_z
-from titan_like.train.job import run_job
+from titan_like.train.job import process_group, run_job
 from titan_like.train.signals import StopSignals
+from titan_like.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 63, 64])
@@ -249,25 +250,51 @@ def test_a_batch_of_special_tokens_alone_says_so(tmp_path: Path, changes: dict[s
     assert "optimizer.lr" not in str(error.value)
 
 
-@pytest.mark.parametrize("family", ["gpt", "t5"])
-def test_a_batch_without_labels_is_skipped_and_others_are_not(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def leave_out_labels(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Let the samples of some steps, of 4 each, and those of validation have no labels."""
     read = Source.__getitem__
 
     def without_some_labels(self: Source, index: int) -> Batch:
-        sample = read(self, index)
-        return without_labels(sample) if 4 <= index < 8 or self.request.split == "validation" else sample
+        sample, is_chosen = read(self, index), index // 4 + 1 in steps or self.request.split == "validation"
+        return without_labels(sample) if is_chosen else sample
 
     monkeypatch.setattr(Source, "__getitem__", without_some_labels)
-    changes = {"model.family": family, "evaluation.interval": 3, "evaluation.steps": 1}
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gpt", "float64"), ("t5", "float64"), ("gpt", "float16")])
+def test_a_batch_without_labels_is_skipped_and_others_are_not(
+    tmp_path: Path, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In float16 it is no overflow, so the loss scale stays."""
+    leave_out_labels(monkeypatch, 2)
+    changes = {"model.family": family, "training.dtype": dtype, "evaluation.interval": 3, "evaluation.steps": 1}
     run = prepared(short_run(tmp_path) | changes)
     run_job(run)
     lines = logged(run.config)
     assert [line["nan"] for line in lines] == [0, 1, 0] and lines[2]["loss"] > 1
+    assert dtype != "float16" or [line["loss_scale"] for line in lines] == [2**16] * 3
     printed = capsys.readouterr().out
     assert printed.count("have no labels") == 2 and f" the {NO_LABELS.format(2)}" in printed
     assert " the samples for validation have no labels" in printed
+
+
+def test_exports_wait_for_an_update_and_a_resumed_run_knows_the_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 2 and 5, the last, are skipped. The export of step 2 is made after step 3, and that of step 5 is not."""
+    leave_out_labels(monkeypatch, 2, 5)
+    changes = {"training.dtype": "float32", "checkpoint.enable": "true", "checkpoint.interval": 2}
+    settings = short_run(tmp_path, health__loss_spike_factor=9) | changes | {"checkpoint.hugging_face_interval": 2}
+    run = prepared(settings | {"training.steps": 5})
+    run_job(run)
+    folder = Path(run.config.job.dump_folder)
+    found = {kind: sorted(path.name for path in (folder / kind).iterdir()) for kind in ("checkpoint", "hugging_face")}
+    assert found["hugging_face"] == ["step-3", "step-4"] and found["checkpoint"][-1] == "step-5"
+    losses = [line["loss"] for line in logged(run.config) if not line["nan"]]
+    with process_group(torch.device("cpu")):
+        state = Trainer(prepared(settings | {"training.steps": 7})).state
+    assert state.step == 5 and state.losses.recent == losses and len(losses) == 3
+    assert state.losses.consecutive_skips == 1
 
 
 @pytest.mark.parametrize(

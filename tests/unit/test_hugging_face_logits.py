@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 from tests.float64 import bound, in_float64
 from tests.unit.hugging_face_cases import (
@@ -20,9 +19,6 @@ from tests.unit.hugging_face_cases import (
 from titan_like.data.batch import num_labels
 from titan_like.data.objectives.sentence_pairs import PairTokens
 from titan_like.models.batch import Batch
-from titan_like.models.layers.positions import rope_frequencies
-from titan_like.models.llama.config import LlamaConfig
-from titan_like.models.registry import flavors
 
 SEQ = 48
 
@@ -111,20 +107,3 @@ def test_t5_equals_hugging_face(mlp, tied):
         ours = model(Batch(inputs, encoder_len=30))[..., :101]
     assert theirs.abs().max() > 0.5 and ours.shape == (3, 18, 101)
     assert (ours - theirs).abs().max() < bound() * theirs.abs().max()
-
-
-@pytest.mark.parametrize("name", ["llama3.1_8b", "llama3.2_1b", "llama2_7b"])
-@in_float64()
-def test_rotary_frequencies_equal_hugging_face(name):
-    config = LlamaConfig.model_validate(flavors("llama")[name])
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling.model_dump()
-        rope |= {**scaling, "rope_type": "llama3", "original_max_position_embeddings": 8192}
-        rope.pop("original_max_seq_len")
-    shape = {"hidden_size": config.hidden_size, "num_attention_heads": config.num_attention_heads}
-    shape |= {"max_position_embeddings": config.max_seq_len, "rope_parameters": rope}
-    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**shape))
-    ours = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, torch.device("cpu"))
-    # A power, whose error its exponent multiplies, a division and the blend of two.
-    torch.testing.assert_close(ours, theirs.inv_freq, rtol=bound(64), atol=0)

@@ -1,16 +1,13 @@
 """Masks of packed documents and prefixes, and attention over intervals, against definitions pair by pair in float64."""
 
-import importlib
 import math
 import sys
-import types
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers.masking_utils import sliding_window_causal_mask_function
 
 from tests.e2e.scripts import Script
 from tests.float64 import bound, in_float64
@@ -135,36 +132,6 @@ def test_layers_share_a_mask_only_if_all_that_shapes_it_agrees() -> None:
     wanted = [causal, torch.ones_like(causal), causal.triu(-2)]
     for ranges, visible in zip(masks.values(), wanted, strict=False):
         assert ranges is not None and ranges.mask()[0, 0].equal(visible)
-
-
-@in_float64()
-def test_eager_attention_of_transformers() -> None:
-    """Mistral's windows, Gemma 2's soft caps and GPT-OSS's sinks: the result and gradients."""
-    cases = {
-        "mistral": ({"window": 9}, {}),
-        "gemma2": ({"softcap": 0.6, "window": 9}, {"softcap": 0.6}),
-        "gpt_oss": ({"num_sinks": 4, "window": 9}, {}),
-    }
-    for name, (options, theirs) in cases.items():
-        generator, seq_len = torch.Generator().manual_seed(1), 45
-        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        core = AttentionCore(0.0, **options)  # type: ignore[arg-type]
-        shapes = [(2, heads, seq_len, 8) for heads in (4, 2, 2)]
-        leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-        if core.sinks is not None:
-            torch.nn.init.normal_(core.sinks, generator=generator)
-            leaves.append(core.sinks)
-        order, zero = torch.arange(seq_len), torch.zeros((), dtype=torch.int64)
-        hidden = ~sliding_window_causal_mask_function(9 if core.window else seq_len)(zero, zero, order[:, None], order)
-        mask = torch.zeros(1, 1, seq_len, seq_len).masked_fill(hidden, -math.inf)
-        module_of_theirs = types.SimpleNamespace(num_key_value_groups=2, training=False, sinks=core.sinks)
-        expected, _ = module.eager_attention_forward(module_of_theirs, *leaves[:3], mask, scaling=8**-0.5, **theirs)
-        weight = torch.randn(expected.shape, generator=generator)
-        wanted = [expected, *torch.autograd.grad((expected * weight).sum(), leaves)]
-        result = core(*leaves[:3]).transpose(1, 2)
-        found = [result, *torch.autograd.grad((result * weight).sum(), leaves)]
-        for one, other in zip(found, wanted, strict=True):
-            assert (one - other).abs().max() <= bound() * other.abs().max(), name
 
 
 def test_half_types_round_only_their_inputs_and_outputs() -> None:

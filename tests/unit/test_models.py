@@ -6,6 +6,7 @@ import torch
 
 from tests.losses import summed_loss
 from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import LoRA
 from titan_like.models.batch import Batch
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
@@ -13,6 +14,7 @@ from titan_like.models.gpt.model import GPT
 from titan_like.models.layers.init import standard_rows
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import build_model, config_class, flavors, model_config
+from titan_like.parallel.lora import add_adapters
 
 TINY = {
     "gpt": GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=97, max_seq_len=24),
@@ -163,6 +165,24 @@ def test_weights_have_the_standard_deviation_of_gpt2(family, changes, residual, 
         values = parameter.detach().double()
         assert abs(values.std().item() - std) < 5 * std / math.sqrt(2 * values.numel()), name
         assert abs(values.mean().item()) < 5 * std / math.sqrt(values.numel()), name
+
+
+def test_adapters_begin_as_peft_s_do():
+    """A is uniform between ±1/√inputs, which is kaiming_uniform_ with a = √5, and B is 0."""
+    model = build_model(TINY["llama"], "llama")
+    add_adapters(model, LoRA(rank=64))
+    model.init_weights(5)
+    adapters = {name: value for name, value in model.named_parameters() if "lora" in name}
+    assert len(adapters) == 2 * 2 * 5
+    for name, value in adapters.items():
+        if name.endswith("lora_b"):
+            assert not value.any()
+            continue
+        scaled = value.detach().double() * value.shape[1] ** 0.5
+        assert 0.99 < scaled.abs().max() < 1
+        # Means of uniform numbers and of their squares, within 5 standard errors.
+        assert abs(scaled.mean()) < 5 / math.sqrt(3 * value.numel())
+        assert abs(scaled.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / value.numel())
 
 
 @pytest.mark.parametrize("shape", [(5000, 7), (1000, 3, 2), (12, 300), (977,)])

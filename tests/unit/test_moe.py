@@ -1,7 +1,6 @@
 """Experts and their router, against their definitions. `tests/reference` has their balance over steps."""
 
 import math
-from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.float64 import bound, in_float64
-from tests.reference.experts import PlainExperts
 from tests.unit.hugging_face_cases import MOE, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import load_checkpoint, model_tensors
 from titan_like.config.load import load_config
-from titan_like.config.schema import Float8, Model
+from titan_like.config.schema import Model
 from titan_like.models import hugging_face
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, SparseMLP, expert_product
@@ -24,17 +22,6 @@ from titan_like.models.registry import flavors, model_config
 from titan_like.planner.dry_run import dry_run
 
 DEBUG = ["--job.config_file", str(Path(__file__).parents[2] / "train_configs/debug_moe.toml")]
-SWITCHES: list[dict[str, Any]] = [
-    {},
-    {"renormalize": False, "experts_per_token": 3},
-    {"router_score": "sigmoid", "routed_scaling": 2.5, "num_shared_experts": 2},
-    {"router_score": "sigmoid", "balance": "bias", "z_loss_coefficient": 0.01},
-    {"balance": "bias", "renormalize": False},
-    {"experts_per_token": 1, "renormalize": False},
-    {"experts_per_token": 5, "z_loss_coefficient": 0.3, "balance_coefficient": 0.2},
-    {"router_bias": True, "expert_bias": True},
-    {"router_groups": 3, "router_top_groups": 2, "num_experts": 9, "balance": "bias", "experts_per_token": 3},
-]
 
 
 def random_mlp(**values: Any) -> SparseMLP:
@@ -51,43 +38,6 @@ def random_mlp(**values: Any) -> SparseMLP:
 
 def inputs(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(6), dtype=torch.float64).to(dtype)
-
-
-def by_definition(mlp: SparseMLP) -> tuple[SparseMLP, PlainExperts]:
-    """A copy of a block that computes as `tests/reference` defines it, and what that notes."""
-    copy = deepcopy(mlp)
-    model: Any = torch.nn.ModuleDict({"mlp": copy})
-    model.config = mlp.router.config
-    plain = PlainExperts(model, Float8())
-    plain.load["mlp"] = mlp.router.load.tolist()
-    if mlp.router.bias is not None:
-        plain.bias["mlp"] = mlp.router.bias.tolist()
-    return copy, plain
-
-
-@pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("values", SWITCHES, ids=str)
-def test_results_losses_and_gradients_are_as_defined(values, pads):
-    """Padding gets the same results, but is in no loss and no count."""
-    mlp, factor = random_mlp(**values), 0.37
-    mlp.router.loss_factor.fill_(factor)
-    x, upstream = inputs().requires_grad_(), torch.randn(3, 7, 64, dtype=torch.float64)
-    padding = (torch.arange(7) >= torch.tensor([[3], [7], [6]])) & pads
-    defined, plain = by_definition(mlp)
-    result, expected = (one(x, padding) if pads else one(x) for one in (mlp, defined))
-    found = torch.autograd.grad((result * upstream).sum(), (x, *mlp.parameters()))
-    total = (expected * upstream).sum() + factor * sum(plain.losses)
-    wanted = torch.autograd.grad(total, (x, *defined.parameters()))
-    assert (result - expected).abs().max() < bound() * expected.abs().max()
-    for name, one, other in zip(["x", *dict(mlp.named_parameters())], found, wanted, strict=True):
-        assert (one - other).norm() < bound() * other.norm(), name
-    counts, per_token = plain.sent["mlp"], mlp.router.config.experts_per_token
-    assert mlp.router.counts.tolist() == counts and sum(counts) == (16 if pads else 21) * per_token
-    assert mlp.router.loss_sums.tolist() == pytest.approx(plain.sums["mlp"], rel=bound())
-    # Outside of training nothing is counted.
-    with torch.no_grad():
-        assert torch.equal(mlp.eval()(x), result)
-    assert mlp.router.counts.tolist() == counts
 
 
 @pytest.mark.parametrize("name", MOE)

@@ -132,6 +132,14 @@ def test_total_steps_takes_the_whole_batches_that_samples_or_tokens_allow(rampup
     assert total_samples(Training(steps=steps, **settings)) == consumed if steps else consumed == 0
 
 
+@pytest.mark.parametrize(
+    ("epochs", "samples", "expected"),
+    [(0.29, 100, 29), (0.55, 9, 5), (1.05, 9, 9), (0.001, 10, 1)],  # 0.29 · 100 is 28.999999999999996
+)
+def test_epochs_are_the_nearest_number_of_samples_and_at_least_one(epochs, samples, expected):
+    assert in_samples(Training(epochs=epochs), samples).samples == expected
+
+
 def check(*argv, data_parallel=1):
     """The steps of a run that the rules let pass."""
     config = load_config([f"--{word}" for word in argv])

@@ -191,9 +191,10 @@ class Muon(FusedAdamW):
         new = self._kept * (1 - beta) if self.factor is None else torch.where(self._skip, 0, self.factor * (1 - beta))
         self._total = 1 - self._kept * (1 - beta) + new
         self._share = new / self._total
-        # Gradients before a small factor are large, so their share is what must be exact. A direction's length does not
-        # matter, but a skipped step's must be 0.
+        # Gradients before a small factor are large, so their share is what must be exact. A direction comes out longer
+        # by 1 / (β + f·(1 - β)), and so must be the least norm that it is divided by. A skipped step's must be 0.
         self._share_of_direction = torch.where(self._skip, 1, new / (beta + new))
+        self._least_norm = _EPS / (beta + new)
 
     def _update_matrices(self, members: list[_Member], exchange: MatrixExchange | None) -> None:
         """Update the momenta and the matrices of one set."""
@@ -215,7 +216,7 @@ class Muon(FusedAdamW):
     def _orthogonalise(self, stack: torch.Tensor) -> torch.Tensor:
         # Kernels for one matrix and for a batch may differ in the last bits.
         matrices = stack if len(stack) > 1 else stack[0]
-        return orthogonalise(matrices, self.section.newton_schulz_steps).view_as(stack)
+        return orthogonalise(matrices, self.section.newton_schulz_steps, self._least_norm).view_as(stack)
 
     def _direction(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Update a matrix's momentum. Returns this process's part of what is to be orthogonalised, 0 if it is skipped.
@@ -259,7 +260,7 @@ def _exchange_of(members: list[_Member], dimensions: tuple[str, ...]) -> MatrixE
     return MatrixExchange(parameters, mesh_over(parameters[0], dimensions).get_group())
 
 
-def orthogonalise(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+def orthogonalise(matrices: torch.Tensor, steps: int, least_norm: torch.Tensor | float = _EPS) -> torch.Tensor:
     """Bring singular values of matrices close to 1 by Newton-Schulz iterations, in their own dtype.
 
     A step is x ← a·x + (b·g + c·g²)·x with g = x·xᵀ, which applies the polynomial a·s + b·s³ + c·s⁵ to every singular
@@ -270,7 +271,7 @@ def orthogonalise(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x / norm.clamp(min=_EPS)  # no singular value is above the norm
+    x = x / norm.clamp(min=torch.as_tensor(least_norm, dtype=x.dtype))  # no singular value is above the norm
     for _ in range(steps):
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -220,7 +220,9 @@ class HalfWatch(NarrowWatch):
         if self.at_step == 1 and samples > 1 and training.reduce_dtype not in HALF:
             # A few parameters may have gradients in one microbatch alone, such as an expert's or the head's for pairs.
             parts = [(name, local_part(gradient)[0]) for name, gradient in self.gradients]
-            parts = [(name, part) for name, part in parts if int((part != 0).sum()) >= FEW]
+            # Below it float16 has fixed steps, of which a sum has no more digits.
+            least = 8 * torch.finfo(getattr(torch, self.dtype)).smallest_normal / float(self.trainer.state.loss_scale)
+            parts = [(name, part) for name, part in parts if int((part.abs() >= least).sum()) >= FEW]
             rounded = [name for name, part in parts if not finer(part, self.dtype)]
             key = Key(1, Row.SUMS, next(iter(rounded), ""))
             self.report.require(2 * len(rounded) <= len(parts), key, f"it is rounded to {self.dtype}")
