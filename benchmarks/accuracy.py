@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measured_rows import Row
+from benchmarks.stack_profiles import profile_for_group
 from benchmarks.stacks import STACKS, memory
-from titan_like.planner.profile import Profile, builtin_profiles
-from titan_like.planner.step_time import step_time
+from titan_like.planner.profile import Profile
 
 SMALL_REGRET = 0.02
 
@@ -96,32 +96,18 @@ def predict_row(row: Row, profile: Profile | None = None) -> Prediction | None:
     profile = profile or profile_for_group(row.gpu, row.study, row.work.zero_stage, row.session)
     if profile is None:
         return None
-    profile = row.adapted(profile)
-    if row.work.dtype not in profile.device.peak:
+    adapted = row.adapted(profile)
+    if row.work.dtype not in adapted.device.peak:
         return None
     stack = STACKS.get(profile.name)
     if stack is not None and row.sums_in_float32:
         stack = replace(stack, gradient_state=stack.gradient_state + 4)
-    used = memory(row.work, profile, stack, row.flash)
+    used = memory(row.work, adapted, stack, row.flash)
     compared = used.ranks[0].total if row.memory_of_first else used.largest
-    seconds = step_time(row.work, profile).total
     gib = 2**30
-    return Prediction(row, profile.name, seconds, compared / gib, used.capacity / gib, used.largest / gib)
-
-
-def profile_for_group(gpu: str, word: str, zero_stage: int = 0, session: str = "") -> Profile | None:
-    """The most specific profile for rows of this GPU whose notes begin with this word; None if there is none.
-
-    Instead of a study's word, a profile may name the start of a session, such as "bloom 02-2".
-    """
-    found = [
-        ((profile.only_zero is not None, len(start) + len(first)), profile)
-        for profile in builtin_profiles().values()
-        for start, first in profile.groups
-        if profile.only_zero in (None, zero_stage) and gpu.startswith(start)
-        if first == word or (" " in first and session.startswith(first))
-    ]
-    return max(found, key=lambda one: one[0])[1] if found else None
+    return Prediction(
+        row, profile.name, row.predicted(profile), compared / gib, used.capacity / gib, used.largest / gib
+    )
 
 
 def accuracy(predictions: Sequence[Prediction]) -> list[GroupAccuracy]:
@@ -187,7 +173,7 @@ def _sweep(name: str, layouts: list[list[Prediction]]) -> Sweep:
 
 
 def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float]:
-    """What a profile's file records besides its error band, from rows of ``groups`` groups left out of the fit in turn.
+    """What is recorded of a profile besides its error band, from rows of ``groups`` groups left out of the fit in turn.
 
     The constants of memory are not fitted, so its errors are those of the rows themselves.
     """

@@ -1,4 +1,4 @@
-"""Fit the shipped profiles to a file of measured rows, and report how well each predicts rows left out of the fit.
+"""Fit profiles to a file of measured rows, and report how well each predicts rows left out of the fit.
 
     python benchmarks/fit_profiles.py --points FILE.csv [--only NAME] [--write]
     python benchmarks/fit_profiles.py --points benchmarks/results/titan_rows.json --write
@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code
 from benchmarks.accuracy import Prediction, judgement, predict_row
 from benchmarks.measured_rows import Row, read_rows
 from benchmarks.profile_recipes import RECIPES, Recipe
+from benchmarks.stack_profiles import write_profile
 from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
-from titan_like.planner.profile import Profile, builtin_profiles, profile_to_toml
-
-FOLDER = Path(__file__).parent.parent / "titan_like/planner/profiles"
+from titan_like.planner.profile import Profile
 
 
 def main() -> int:
@@ -32,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--points", required=True, help="CSV or JSON of measured rows")
     parser.add_argument("--only", help="one profile")
-    parser.add_argument("--write", action="store_true", help=f"write {FOLDER.name}/NAME.toml")
+    parser.add_argument("--write", action="store_true", help="write the profiles' files")
     options = parser.parse_args()
     rows, _ = read_rows(options.points)
     if any(row.study == "ptdp_table1" for row in rows):
@@ -64,12 +63,9 @@ def main() -> int:
             fitted_experts=any(row.work.expert > 1 for row in chosen),
             error_median=float(np.median(held)),
             error_p90=float(np.quantile(held, 0.9)),
-            judged=judgement(predictions, len(left_out)),
         )
         if options.write:
-            text = "# Written by benchmarks/fit_profiles.py. Errors come from groups left out of the fit.\n"
-            (FOLDER / f"{name}.toml").write_text(text + profile_to_toml(profile), encoding="utf-8")
-            builtin_profiles.cache_clear()  # profiles of experts begin from those of dense models
+            write_profile(profile, judgement(predictions, len(left_out)))
     return 0
 
 

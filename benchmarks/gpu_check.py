@@ -46,7 +46,6 @@ COMPILED, GRAPHS = "--compile.enable=true", "--compile.cudagraphs=true"
 SELECTIVE, OFFLOAD = "--activation_checkpoint.mode=selective", "--activation_checkpoint.offload=true"
 BUDGET = ["--activation_checkpoint.mode=budget", "--activation_checkpoint.budget=0.5"]
 OUTSIDE = ["--checkpoint.enable=false", "--metrics.log_interval=10"]
-
 DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
 
 Row = dict[str, Any]  # the result of one case: "case", "ok", and figures or "problem"

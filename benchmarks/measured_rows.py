@@ -32,6 +32,8 @@ from titan_like.models.moe.config import MoEConfig
 from titan_like.models.registry import flavors
 from titan_like.planner import rows
 from titan_like.planner.profile import Profile
+from titan_like.planner.step_time import step_time
+from titan_like.planner.trace import trace
 from titan_like.planner.workload import Workload
 
 COLUMNS = ("model", "gpu", "gpus", "gbs", "notes")  # a CSV file has at least these
@@ -161,7 +163,6 @@ class Row(rows.Row):
         for number, unit in pairwise(self.notes.replace(";", " ").split()):
             if unit == "Gbps" and re.fullmatch(r"[1-9][0-9]{0,5}", number):
                 changes["node_bandwidth"] = float(number) * 1e9 / 8
-        stack = STACKS.get(profile.name)
         if self.sums_in_float32:
             changes["accumulation_bytes"] = profile.accumulation_bytes + 8
         if "asyncTP" in self.notes:
@@ -169,13 +170,16 @@ class Row(rows.Row):
         if "rowwise" in self.notes:
             changes["float8_relative"] = profile.float8_rowwise
         # Rows in the same circumstances share what has been computed.
-        how = stack and (self.work.recompute, self.work.dropout, self.work.dtype, self.flash)
-        known, key = profile.seconds, ("adapted", how, *changes.items())
+        known, key = profile.seconds, ("adapted", *changes.items())
         if key not in known:
-            if stack is not None:
-                changes["operators"] = stack.operators(self.work, self.flash)
             known[key] = profile.changed(**changes)
         return known[key]
+
+    def predicted(self, profile: Profile) -> float:
+        """As in the base class, with what the profile's stack runs in place of the traced operators."""
+        stack = STACKS.get(profile.name)
+        source = stack.programs(self.work, self.flash) if stack is not None else trace
+        return step_time(self.work, self.adapted(profile), source).total
 
     @property
     def sums_in_float32(self) -> bool:
@@ -287,6 +291,7 @@ def row_from(table: dict[str, str]) -> Row:
         zero_stage=zero,
         recompute=recompute,
         recompute_every=every,
+        stage_layers=equal_stages(model.num_layers, stages) if pipeline > 1 else None,
         dtype=_dtype(notes, study, defaults["dtype"]),
         dropout=defaults.get("dropout", False),
         compiled="compile" in notes or (study == "torchtitan" and "eager" not in notes),
@@ -306,6 +311,16 @@ def row_from(table: dict[str, str]) -> Row:
         out_of_memory,
         defaults.get("memory_of_first", False),
     )
+
+
+def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of equal stages. If they do not divide evenly, the middle stages take one more each.
+
+    Stages without layers have only the embedding or the output.
+    """
+    base, remainder = divmod(num_layers, num_stages)
+    first = (num_stages - remainder) // 2
+    return tuple(base + (first <= stage < first + remainder) for stage in range(num_stages))
 
 
 def _cells(table: dict[str, str]) -> _Cells:

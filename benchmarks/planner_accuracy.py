@@ -8,7 +8,7 @@ for its GPU and the first word of its notes. For each such group it prints n; th
 error of the step time; the bias (signed median); the worst regret of choosing the layout that is predicted fastest, and
 the number of sweeps in which it is at most 2 %; the rank correlation over layouts; the errors of memory, if it was
 measured; and rows that ran out of memory. Without --points it also prints the errors on rows left out of each profile's
-fit, as the profile's file states them.
+fit, as recorded when it was fitted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code
 from benchmarks.accuracy import SMALL_REGRET, GroupAccuracy, Prediction, Sweep, accuracy, predict_row
 from benchmarks.measured_rows import Row, read_rows
 from benchmarks.published_rows import published_rows
+from benchmarks.stack_profiles import left_out_figures, profiles
 from titan_like.config.errors import ConfigError
-from titan_like.planner.profile import builtin_profiles
 
 OWN_ROWS = Path(__file__).resolve().parent / "results" / "titan_rows.json"
 
@@ -132,11 +132,12 @@ def print_memory(groups: list[GroupAccuracy]) -> None:
 
 
 def print_left_out() -> dict[str, dict[str, Any]]:
-    """Print the errors on rows left out of each profile's fit, from the profiles' files."""
+    """Print the errors on rows left out of each profile's fit, from the record of the fit."""
     print("\nrows left out of the fit")
     found = {}
-    for profile in builtin_profiles().values():
-        figures = {"median": profile.error_median, "p90": profile.error_p90, **profile.judged}
+    more = left_out_figures()
+    for profile in profiles().values():
+        figures = {"median": profile.error_median, "p90": profile.error_p90, **more[profile.name]}
         print(f"{profile.name:34s} {', '.join(f'{name} {value:.3g}' for name, value in figures.items())}")
         found[profile.name] = {"fitted_on": profile.fitted_on, **figures}
     return found

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import predict_row
 from benchmarks.published_rows import published_rows
+from benchmarks.stack_profiles import profiles
 from benchmarks.stacks import STACKS, memory, predicted
 from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.devices import find_device
@@ -26,7 +27,6 @@ from titan_like.metrics.flops import megatron_flops_per_token
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.registry import config_class, flavors
 from titan_like.planner.memory import memory as own_memory
-from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.stack import default_profile
 from titan_like.planner.workload import Workload
 
@@ -71,7 +71,7 @@ def tflops(work: Workload, name: str) -> float:
 
 def fits(work: Workload, name: str) -> bool:
     """Whether the fullest GPU has enough memory."""
-    return memory(work, builtin_profiles()[name], STACKS[name], flash=False).fits
+    return memory(work, profiles()[name], STACKS[name], flash=False).fits
 
 
 def microbatch_sizes() -> Curves:

@@ -24,10 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code next to this file
 
 from benchmarks.runs import ROOT, machine, parser_of, write
+from benchmarks.stack_profiles import profiles
 from titan_like.models.registry import config_class, flavors
 from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.memory import largest_memory
-from titan_like.planner.profile import load_profile
 from titan_like.planner.trace import TraceKey, estimate, trace
 from titan_like.planner.workload import Workload
 
@@ -60,7 +60,7 @@ def layouts() -> list[Workload]:
 
 def layouts_per_second() -> dict[str, float]:
     """Rates of processor time in the first pass, with traces in memory and nothing else, and in the second."""
-    profile, works, rates = load_profile("selene_2021"), layouts(), {}
+    profile, works, rates = profiles()["selene_2021"], layouts(), {}
     for key in {TraceKey.of(work) for work in works}:
         estimate(key), trace(key)
     for name in ("first pass", "second pass"):

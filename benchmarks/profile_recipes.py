@@ -1,7 +1,7 @@
-"""How each shipped profile is fitted: to which rows, which of its constants, and from where.
+"""How each profile is fitted: to which rows, which of its constants, and from where.
 
-A profile's file states the stack: its device and network, the rows that it covers, and how the software works. A recipe
-adds what only the fit needs. A new profile begins as such a file, without fitted constants.
+A profile's file states the stack: its device and network, and how the software works. A recipe adds what only the fit
+needs. A new profile begins as such a file, without fitted constants.
 
 What files state because of a stack's software:
 
@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
 from benchmarks.measured_rows import Row
-from titan_like.planner.profile import Profile, builtin_profiles
+from benchmarks.stack_profiles import ROWS, profiles
+from titan_like.planner.profile import Profile
 
 COMPUTE = ("gemm_efficiency", "gemm_depth", "memory_efficiency", "nvlink_efficiency")
 NETWORK = ("network_efficiency", "message_efficiency")
@@ -57,14 +58,14 @@ class Recipe:
 
     def begin(self, name: str) -> Profile:
         """The profile before the fit."""
-        known = builtin_profiles()
+        known = profiles()
         default = {constant.name: constant.default for constant in fields(Profile)}
         shared = {constant: getattr(known[self.like], constant) for constant in OF_DENSE} if self.like else {}
         return known[name].changed(**shared, **{one: self.priors.get(one, default[one]) for one in self.names})
 
     def chosen(self, name: str, rows: Iterable[Row]) -> list[Row]:
         """The rows that the profile of this name is fitted to."""
-        studies = self.studies or builtin_profiles()[name].groups
+        studies = self.studies or ROWS[name].groups
         timed = [row for row in rows if not row.out_of_memory and self.rows(row)]
         return [row for row in timed if any(row.gpu.startswith(gpu) and row.study == study for gpu, study in studies)]
 

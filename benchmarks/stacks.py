@@ -6,20 +6,22 @@ bytes per parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from math import gcd
 
+from benchmarks.stack_profiles import profiles
 from titan_like.parallel.schedules.simulate import max_in_flight
 from titan_like.parallel.schedules.tables import schedule_table
 from titan_like.planner import memory as own_trainer
 from titan_like.planner.data_parallel import shard_groups
 from titan_like.planner.memory import Memory, RankMemory
-from titan_like.planner.profile import Profile, builtin_profiles
-from titan_like.planner.stages import stages_of_rank
+from titan_like.planner.profile import Profile
+from titan_like.planner.stages import Source, stages_of_rank
 from titan_like.planner.step_time import StepTime, step_time
-from titan_like.planner.trace.program import Attention, Gemm, Pass, Segment
+from titan_like.planner.trace import TraceKey, trace
+from titan_like.planner.trace.program import PASSES, Attention, Gemm, Pass, Program, Segment
 from titan_like.planner.workload import Workload, element_bytes
 
 _HALF = {"gradient_state": 2.0, "optimizer_state": 16.0}  # sums in half precision, copied to float32 for the update
@@ -41,9 +43,9 @@ class Stack:
     buffer_state: float = 0.0  # flat buffers for sums and gathers
     logit_state: float = 8.0  # bytes per logit at the loss, apart from the logit: float32 copies, gradients
 
-    def operators(self, work: Workload, flash: bool) -> Callable[[Segment, bool], Passes]:
-        """`Profile.operators` for a run; ``flash``: with fused attention."""
-        return partial(_passes, self, work.recompute, work.dropout, element_bytes(work.dtype), flash)
+    def programs(self, work: Workload, flash: bool) -> Source:
+        """What the stack runs in place of the traced programs of a run; ``flash``: with fused attention."""
+        return _programs(self, work.dropout, flash)
 
 
 # By the profile's name. This trainer's has none.
@@ -72,6 +74,24 @@ STACKS: dict[str, Stack] = {
     "megatron_bridge_experts_gb300": Stack(),
     "megatron_bridge_experts_b200": Stack(),
 }
+
+
+@cache
+def _programs(stack: Stack, dropout: bool, flash: bool) -> Source:
+    """One object for equal runs, because composed stages are kept by the source of their programs."""
+
+    @cache
+    def programs(key: TraceKey) -> Program:
+        traced, element = trace(key), element_bytes(key.dtype)
+
+        def as_run(segment: Segment, is_layer: bool = False) -> Segment:
+            passes = _passes(stack, key.recompute, dropout, element, flash, segment, is_layer)
+            return replace(segment, **dict(zip(PASSES, passes, strict=True)))
+
+        ends = {name: as_run(getattr(traced, name)) for name in ("entry", "inputs", "head")}
+        return replace(traced, **ends, layers=[as_run(layer, True) for layer in traced.layers])
+
+    return programs
 
 
 def _passes(
@@ -161,8 +181,7 @@ def _with_matrices(one: Pass, element: int, dropout: bool) -> Pass:
 
 def predicted(work: Workload, name: str) -> StepTime:
     """The step of a run on a stack with unfused attention."""
-    operators = STACKS[name].operators(work, flash=False)
-    return step_time(work, builtin_profiles()[name].changed(operators=operators))
+    return step_time(work, profiles()[name], STACKS[name].programs(work, flash=False))
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
@@ -188,7 +207,8 @@ def _rank_memories(work: Workload, profile: Profile, stack: Stack, flash: bool) 
         activations = own.activations + matrices * held / len(stages) + most * (work.recompute != "none")
         logits = 0.0
         if any(stage.is_last for stage in stages):
-            count = work.tokens * work.model.padded_vocab_size / work.tensor
+            tokens = work.micro_batch_size * work.seq_len / work.context
+            count = tokens * work.model.padded_vocab_size / work.tensor
             logits = count * (stack.logit_state + element_bytes(work.dtype))
         yield own_trainer.with_overhead(profile, *_state(work, stack, stages), activations + logits)
 

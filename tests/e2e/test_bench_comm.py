@@ -41,7 +41,7 @@ def test_dimensions_and_pairs_of_nodes_are_measured_and_a_plan_takes_it(tmp_path
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
     file.write_text(file.read_text().replace('"device": "CPU"', '"device": "NVIDIA H100"'))
-    gpu = ["--cluster.gpu=H100", "--cluster.nodes=1", "--cluster.gpus_per_node=8", "--profile=fsdp_h100"]
+    gpu = ["--cluster.gpu=H100", "--cluster.nodes=1", "--cluster.gpus_per_node=8", "--profile=fsdp_a100"]
     gpu += ["--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=64", "--training.steps=1"]
     times = []
     for links in ([], [f"--links={file}"]):

@@ -36,8 +36,8 @@ READS = (
     ("p.toml", TOML, (f"scripts/plan.py predict {CONFIG} --profile=p.toml",)),
     ("g.toml", TOML, (f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s --grid=g.toml",)),
     ("s/search.json", JSON, (f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s --grid=sizes.toml",)),
-    ("p.json", JSON, ("scripts/plan.py calibrate --points=p.json --profile=fsdp_h100",)),
-    ("l.json", JSON, (f"scripts/plan.py predict {CONFIG} --cluster.gpu=H100 --profile=fsdp_h100 --links=l.json",)),
+    ("p.json", JSON, ("scripts/plan.py calibrate --points=p.json --profile=fsdp_a100",)),
+    ("l.json", JSON, (f"scripts/plan.py predict {CONFIG} --cluster.gpu=H100 --profile=fsdp_a100 --links=l.json",)),
     ("m.json", JSON, (f"scripts/plan.py simulate {CONFIG} --cluster.gpu=H100 --measured=m.json",)),
     ("out/checkpoint/step-1/run.json", JSON, (
         "scripts/generate.py --checkpoint=out/checkpoint/step-1",

@@ -20,7 +20,7 @@ MODELS = [flavor("gpt", "7.5b"), flavor("llama", "llama3.1_8b")]
 def layer_times(work, profile):
     """Seconds of the forward pass, the backward pass and the deferred part of a backward pass over a run's layer."""
     program = trace(TraceKey.of(work))
-    return segment_times(program.layers[0], True, program.groups, Kernels.of(work), profile)
+    return segment_times(program.layers[0], True, program.groups, Kernels(work.dtype, work.compiled), profile)
 
 
 def random_workloads(count, seed):

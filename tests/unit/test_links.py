@@ -66,7 +66,7 @@ def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
     measured += ring(BETWEEN_NODES, 2, 20e9, 3e-5, 4)
     file = tmp_path / "links.json"
     file.write_text(json.dumps({"device": "NVIDIA H100", "measurements": [one.as_dict() for one in measured]}))
-    start = load_profile("fsdp_h100")
+    start = load_profile("titan_h100")
     links = with_links(start, read_measurements(str(file), False)).links
     # Latency is that of the smallest buffers, of which 4,096 / n bytes a hop add up to 0.4 % here.
     assert links.nvlink == pytest.approx(200e9) and links.nvlink_latency == pytest.approx(5e-6, rel=4e-3)
@@ -78,12 +78,12 @@ def test_a_profile_takes_the_links_that_were_measured(tmp_path: Path) -> None:
 
 
 def test_links_that_were_measured_count_more_than_those_of_the_cluster_section() -> None:
-    measured = with_links(load_profile("fsdp_h100"), ring(BETWEEN_NODES, 2, 20e9, 3e-5, 4))
+    measured = with_links(load_profile("titan_h100"), ring(BETWEEN_NODES, 2, 20e9, 3e-5, 4))
     cluster = ["--cluster.gpu=H100", "--cluster.nodes=2", "--cluster.gpus_per_node=8", "--model.flavor=1.7b"]
     settings = [*cluster, "--training.dtype=bfloat16", "--training.global_batch_size=128", "--training.steps=9"]
     plain, other = load_config(settings), load_config([*settings, "--cluster.node_bandwidth=1"])
     assert predict(other, measured).time == predict(plain, measured).time
-    assert predict(other, load_profile("fsdp_h100")).time.total > predict(plain, load_profile("fsdp_h100")).time.total
+    assert predict(other, load_profile("titan_h100")).time.total > predict(plain, load_profile("titan_h100")).time.total
 
 
 def test_a_profile_of_cpus_takes_faster_links_than_its_own(tmp_path: Path) -> None:

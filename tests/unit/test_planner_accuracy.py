@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.accuracy import Prediction, accuracy, predict_row, profile_for_group, rank_correlation, sweeps
+from benchmarks.accuracy import Prediction, accuracy, predict_row, rank_correlation, sweeps
 from benchmarks.published_rows import published_rows
+from benchmarks.stack_profiles import left_out_figures, profile_for_group, profiles
 from titan_like.config import ConfigError, load_config
 from titan_like.models.registry import model_config
 from titan_like.planner.commands.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.commands.predict import describe
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import builtin_profiles, load_profile, profile_from, profile_to_toml
-from titan_like.planner.step_time import step_time
 
 ROOT = Path(__file__).parents[2]
 ROWS = published_rows()
-SELENE = builtin_profiles()["selene_2021"]
+SELENE = profiles()["selene_2021"]
 
 
 @cache
@@ -42,7 +42,7 @@ def test_ptd_p_table_1_which_no_profile_was_fitted_on():
     assert found.n == 10
     assert found.median <= 0.03
     assert found.largest <= 0.08
-    sources = [source for profile in builtin_profiles().values() for source in profile.fitted_on]
+    sources = [source for profile in profiles().values() for source in profile.fitted_on]
     assert sources
     assert not any("Table 1" in source or "run_table_1" in source for source in sources)
 
@@ -107,7 +107,7 @@ def test_rows_are_predicted_on_their_own_gpu():
 def test_fit_finds_constants_that_made_the_rows():
     truth = SELENE.changed(gemm_efficiency=SELENE.gemm_efficiency * 1.08, nvlink_efficiency=0.68)
     rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]
-    made = [replace(row, seconds=step_time(row.work, row.adapted(truth)).total) for row in rows]
+    made = [replace(row, seconds=row.predicted(truth)) for row in rows]
     names = ("gemm_efficiency", "nvlink_efficiency")
     found = fit(made, SELENE, names)
     # The priors hold it back a little.
@@ -124,25 +124,24 @@ def test_fit_finds_constants_that_made_the_rows():
 def test_rows_of_one_model_are_left_out_by_layout_and_name_the_gpu():
     row = next(row for row in ROWS if row.study == "korthikanti_t5")
     works = [row.work._replace(micro_batch_size=size) for size in (1, 2, 4)]
-    seconds = [1.25 * step_time(work, row.adapted(SELENE)).total for work in works]
+    seconds = [1.25 * replace(row, work=work).predicted(SELENE) for work in works]
     made = [replace(row, work=work, seconds=time) for work, time in zip(works, seconds, strict=True)]
     found = calibrated(made, SELENE, "mine")
     assert len(found.left_out) == 3
     assert found.profile.error_p90 < 0.1  # 0.2 under the profile that it starts from
-    assert found.profile.device is SELENE.device and found.profile.judged == {}
+    assert found.profile.device is SELENE.device
     other = calibrated([replace(one, gpu="H100-80GB") for one in made], SELENE, "mine")
     assert other.profile.device.name == "H100-80GB"
 
 
-@pytest.mark.parametrize("profile", builtin_profiles().values(), ids=lambda profile: profile.name)
+@pytest.mark.parametrize("profile", profiles().values(), ids=lambda profile: profile.name)
 def test_profile_says_what_it_was_fitted_on_and_survives_its_file(profile):
     assert profile.fitted_on
     assert profile.description
     assert 0 < profile.error_median <= profile.error_p90 < 1
-    assert {"rows", "groups", "mean"} <= profile.judged.keys()
+    assert {"rows", "groups", "mean"} <= left_out_figures()[profile.name].keys()
     again = profile_from(profile.name, tomllib.loads(profile_to_toml(profile)))
     assert profile_to_toml(again) == profile_to_toml(profile)
-    assert again.groups == profile.groups
     assert again.device is profile.device
 
 
@@ -182,8 +181,8 @@ def test_unknown_and_missing_keys_of_a_profile_are_refused():
 def test_a_profile_s_texts_come_back_as_they_were(tmp_path):
     text = 'two\nlines, "quoted", a \\ and \x7f'
     path = tmp_path / "mine.toml"
-    path.write_text(profile_to_toml(SELENE.changed(description=text, judged={"a key": 1.0})))
-    assert (load_profile(str(path)).description, load_profile(str(path)).judged) == (text, {"a key": 1.0})
+    path.write_text(profile_to_toml(SELENE.changed(description=text)))
+    assert load_profile(str(path)).description == text
 
 
 def test_missing_points_are_one_sentence():

@@ -4,15 +4,15 @@ import pytest
 
 from benchmarks.accuracy import predict_row
 from benchmarks.measured_rows import row_from
+from benchmarks.stack_profiles import profiles
 from tests.unit.planner_cases import flavor, layer_times
 from titan_like.planner.memory import memory
-from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.workload import Workload
 
-H100 = builtin_profiles()["megatron_lm_h100"]
+H100 = profiles()["megatron_lm_h100"]
 LLAMA = flavor("llama", "llama3.1_8b")
 # arXiv 2407.21783, Table 4: GPUs, context parallel, tokens of a sequence, sequences, data parallel, TFLOP/s per GPU.
 LLAMA_405B = [(8192, 1, 8192, 2048, 64, 430), (16384, 1, 8192, 2048, 128, 400), (16384, 16, 131072, 128, 8, 380)]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.stack_profiles import profiles
 from tests.unit.planner_cases import flavor
 from titan_like.planner.cost import Kernels, attention_time, gemm_time, pass_times
-from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Collective
@@ -13,7 +13,7 @@ from titan_like.planner.workload import Workload
 B, S, H, HEADS = 2, 64, 128, 4
 TOKENS, BSH = B * S, B * S * H
 WORK = Workload(flavor("gpt", "debug", max_seq_len=S), S, B, B)  # bfloat16
-QUIET = builtin_profiles()["selene_2021"].changed(nvlink_latency=0.0, network_latency=0.0, causal_half=True)
+QUIET = profiles()["selene_2021"].changed(nvlink_latency=0.0, network_latency=0.0, causal_half=True)
 
 
 def traced(**changes):
@@ -101,7 +101,7 @@ def test_seconds_are_those_of_the_parts():
 
 
 def test_attention_to_both_sides_computes_what_a_causal_mask_hides():
-    profile = builtin_profiles()["megatron_lm_h100"].changed(causal_half=True)
+    profile = profiles()["megatron_lm_h100"].changed(causal_half=True)
     ((core, _),) = traced().layers[0].forward.attention.items()
     causal, full = (attention_time(core._replace(causal=on), "bfloat16", profile) for on in (True, False))
     peak = 989.4e12 * profile.attention_efficiency

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import stacks
+from benchmarks.stack_profiles import profiles
 from benchmarks.stacks import STACKS
 from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.config.schema import Optimizer
@@ -23,7 +24,7 @@ WORKLOADS = random_workloads(30, seed=1)
 
 def of_stack(name):
     """Memory of a published stack."""
-    return lambda work: stacks.memory(work, builtin_profiles()[name], STACKS[name], flash=True)
+    return lambda work: stacks.memory(work, profiles()[name], STACKS[name], flash=True)
 
 
 MEMORY = {"trainer": lambda work: memory(work, TRAINER), "selene_2021": of_stack("selene_2021")}
@@ -96,7 +97,7 @@ def test_logits_and_buffers_of_a_stack_take_what_it_says():
     from dataclasses import replace
 
     work = Workload(SMALL, 1024, 2, 32, zero_stage=1, shard=4)
-    stack, profile = STACKS["selene_2021"], builtin_profiles()["selene_2021"]
+    stack, profile = STACKS["selene_2021"], profiles()["selene_2021"]
     plain, more = (
         stacks.memory(work, profile, replace(stack, logit_state=n, buffer_state=b), True).ranks[0]
         for n, b in ((2, 0), (10, 4))
@@ -108,7 +109,7 @@ def test_logits_and_buffers_of_a_stack_take_what_it_says():
 def test_unfused_attention_keeps_its_matrices():
     """arXiv 2205.05198, equation 1: 5·a·s²·b bytes with dropout."""
     work = Workload(flavor("gpt", "7.5b"), 2048, 1, 1, tensor=8, sequence_parallel=True, dropout=True)
-    stack, profile = STACKS["selene_2021"], builtin_profiles()["selene_2021"]
+    stack, profile = STACKS["selene_2021"], profiles()["selene_2021"]
     fused, unfused = (stacks.memory(work, profile, stack, flash).ranks[0].activations for flash in (True, False))
     assert unfused - fused == 36 * 5 * 32 / 8 * 2048**2
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.measured_rows import read_rows, row_from, study_of
 from benchmarks.published_rows import published_rows
+from benchmarks.stack_profiles import profiles
 from titan_like.config import ConfigError
 from titan_like.metrics.flops import model_flops_per_token
 from titan_like.models.gpt.config import GPTConfig
@@ -98,7 +99,7 @@ def test_recomputation_is_read_whatever_its_case(words, mode, every):
 def test_rows_that_a_profile_cannot_predict_are_named():
     good = next(row for row in ROWS if row.study == "korthikanti_t5")
     other = replace(good, work=good.work._replace(dtype="float8"))
-    kept, left_out = usable([good, replace(good, gpu="Tesla P4"), other], builtin_profiles()["selene_2021"])
+    kept, left_out = usable([good, replace(good, gpu="Tesla P4"), other], profiles()["selene_2021"])
     assert kept == [good]
     assert ["Tesla P4" in left_out[0], "float8" in left_out[1]] == [True] * 2
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.stack_profiles import profiles
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Model
 from titan_like.models.registry import model_config
@@ -16,7 +17,6 @@ from titan_like.planner.auto import differences, why_slower
 from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import predict
-from titan_like.planner.profile import load_profile
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import SEARCHED, Space, divisors, layout_of
 from titan_like.planner.step_time import step_time
@@ -234,7 +234,7 @@ def test_fixed_settings_that_leave_no_layout_are_named(fixed, problem):
 def test_adding_up_whole_gradients_is_named_where_it_is_what_costs():
     keys = {"activation_checkpoint.mode": "full", "training.micro_batch_size": 8, "parallelism.zero_stage": 1,
             "parallelism.tensor_parallel_degree": 1, "parallelism.pipeline_parallel_degree": 1}  # fmt: skip
-    profile, fastest = load_profile("selene_2021").changed(accumulation_bytes=10.0), {}
+    profile, fastest = profiles()["selene_2021"].changed(accumulation_bytes=10.0), {}
     for stage in (1, 2):
         settings = [f"--{key}={value}" for key, value in (keys | {"parallelism.zero_stage": stage}).items()]
         config = run(*settings, "--model.flavor=1.7b", "--cluster.gpu=A100", "--training.global_batch_size=256",
@@ -264,7 +264,7 @@ def test_of_layouts_that_predictions_cannot_tell_apart_the_simplest_is_best():
 def test_best_layout_is_no_slower_than_the_paper_s(name, gpus):
     config = load_config(["--job.config_file", f"train_configs/gpt_{name}.toml", "--cluster.gpu=A100",
                           "--cluster.gpus_per_node=8", f"--cluster.nodes={gpus // 8}"])  # fmt: skip
-    profile = load_profile("selene_2021")
+    profile = profiles()["selene_2021"]
     papers = predict(config, profile)
     found = search(config, profile=profile, kinds=1)
     assert found.fastest.time.total <= papers.time.total
@@ -284,7 +284,7 @@ def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13():
     config = run("--model.flavor=145b", *(f"--model.overrides.{key}={value}" for key, value in shape.items()),
                  *(f"--{key}={value}" for key, value in fixed.items()), "--training.global_batch_size=128",
                  "--training.seq_len=2048", "--training.dtype=bfloat16", "--cluster.gpu=A100")  # fmt: skip
-    found = search(config, 64, load_profile("selene_2021"), frozenset(fixed))
+    found = search(config, 64, profiles()["selene_2021"], frozenset(fixed))
     times = {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked}
     assert next(iter(times)) == (8, 8)
     assert set(times) == {(2, 32), (4, 16), (8, 8), (16, 4), (32, 2), (64, 1)}

@@ -88,7 +88,7 @@ def test_simulate_draws_writes_and_compares(tmp_path):
     assert len(rows) == 4
     assert all(len(row) == 60 for row in rows)
     pytest.importorskip("matplotlib")
-    done = plan("simulate", *RUN, "--measured", out, "--json", target, "--picture", picture, "--profile", "selene_2021")
+    done = plan("simulate", *RUN, "--measured", out, "--json", target, "--picture", picture, "--profile", "titan_h100")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank   0 |") == 2
     found = json.loads(target.read_text())["simulate"]

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.measured_rows import equal_stages
+from benchmarks.stack_profiles import profiles
 from tests.distributed.launch import base_config
 from tests.unit.planner_cases import flavor, layer_times, random_workloads
 from titan_like.config import ConfigError, load_config
@@ -16,14 +18,14 @@ from titan_like.planner.profile import Links, builtin_profiles
 from titan_like.planner.stack import of_own_trainer
 from titan_like.planner.step_time import exposed, step_time
 from titan_like.planner.trace.program import Gemm
-from titan_like.planner.workload import Workload, equal_stages
+from titan_like.planner.workload import Workload
 
-SELENE = builtin_profiles()["selene_2021"]
+SELENE = profiles()["selene_2021"]
 WORKLOADS = random_workloads(30, seed=1)
 RUN = Workload(flavor("gpt", "7.5b"), 2048, 1, 32, tensor=8, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("profile", builtin_profiles().values(), ids=lambda profile: profile.name)
+@pytest.mark.parametrize("profile", profiles().values(), ids=lambda profile: profile.name)
 def test_predictions_are_finite_positive_and_the_sum_of_their_parts(profile):
     for work in WORKLOADS:
         if profile.dtype not in ("float8", "float4"):

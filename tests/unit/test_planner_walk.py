@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from benchmarks.stack_profiles import profiles
 from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.metrics.step_timeline import simulated
 from titan_like.parallel.schedules.simulate import ideal_bubble
@@ -15,7 +16,7 @@ from titan_like.planner.step_time import message_time, step_time, steps_of, time
 from titan_like.planner.walk import span_of
 from titan_like.planner.workload import PipelineSchedule, Workload
 
-SELENE = builtin_profiles()["selene_2021"]
+SELENE = profiles()["selene_2021"]
 QUIET = SELENE.changed(
     nvlink_latency=0.0, network_latency=0.0, message_efficiency=1e12, nvlink_efficiency=1e12, microbatch_time=0.0
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.trace_memory import settings_of
-from tests.traces import microbatch_flops
+from tests.traces import microbatch_flops, microbatch_tokens
 from tests.whole_step import whole_step
 from titan_like.config.load import edit, load_config
 from titan_like.config.schema import JobConfig
@@ -203,7 +203,7 @@ def test_flops_are_those_of_the_formula(layout: str) -> None:
     causal = work.context > 1
     per_token = model_flops_per_token(work.model, work.seq_len, causal, work.decoder_seq_len)
     found = sum(microbatch_flops(work, rank, causal=causal) for rank in range(work.pipeline))
-    assert found == per_token * work.tokens / work.tensor
+    assert found == per_token * microbatch_tokens(work) / work.tensor
 
 
 @pytest.mark.parametrize("layout", [
@@ -219,7 +219,9 @@ def test_flops_of_kinds_that_take_turns(layout: str, cap: float) -> None:
     causal = work.context > 1 and not cap
     per_token = model_flops_per_token(work.model, work.seq_len, causal)
     found = sum(microbatch_flops(work, rank, causal=causal) for rank in range(work.pipeline))
-    assert found == pytest.approx(per_token * work.tokens / work.tensor, rel=1e-4 if work.context > 1 else 0)
+    assert found == pytest.approx(
+        per_token * microbatch_tokens(work) / work.tensor, rel=1e-4 if work.context > 1 else 0
+    )
     parts, (full, near) = work.model.parts, (64 * 64, 64 * 24)
     scores = full + 4 * near
     products = sum(parts.kinds[kind].matrices[0] for kind in work.model.layer_kinds) + parts.head_matrices
@@ -232,9 +234,11 @@ def test_flops_of_kinds_that_take_turns(layout: str, cap: float) -> None:
         recompute = work.activation_checkpoint
         more = hardware_flops_per_token(work.model, 64, recompute) - model_flops_per_token(work.model, 64)
         assert recomputed_layers(work.model, recompute) == (2, 1)
-        skipped = 3 * 2 * 128 * 384 * work.tokens  # nothing needs the result of a recomputed layer's last product
+        skipped = (
+            3 * 2 * 128 * 384 * microbatch_tokens(work)
+        )  # nothing needs the result of a recomputed layer's last product
         again = microbatch_flops(work, 0, recomputed=True) - microbatch_flops(work, 0)
-        assert more * work.tokens - skipped == again
+        assert more * microbatch_tokens(work) - skipped == again
 
 
 def test_recomputation_repeats_products() -> None:

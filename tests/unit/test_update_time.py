@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.stack_profiles import profiles
 from tests.unit.planner_cases import flavor
 from titan_like.config.entry_points import RULES
 from titan_like.config.schema import Optimizer
@@ -23,7 +24,7 @@ from titan_like.planner.trace.program import Gemm
 from titan_like.planner.update_time import update_time
 from titan_like.planner.workload import Workload
 
-SELENE = builtin_profiles()["selene_2021"]
+SELENE = profiles()["selene_2021"]
 
 
 class MatrixTraffic(TorchDispatchMode):

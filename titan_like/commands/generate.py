@@ -158,7 +158,7 @@ def chat(
 ) -> list[dict[str, str]]:
     """Answer messages, which are lines of the input, or --prompt alone; returns the conversation.
 
-    The seed of each answer is one more than that of the answer before.
+    The seed of each answer is one more than the previous answer's.
     """
     from titan_like.data.chat.template import read_template
 

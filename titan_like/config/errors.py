@@ -78,11 +78,6 @@ def _with_message(key: str, message: str) -> ConfigError:
     return error
 
 
-def writing_hint(error: OSError, then: str = "or name another folder") -> str:
-    """The hint for a file that could not be written; ``then`` follows the advice to make room."""
-    return f"make room, {then}" if error.errno in FULL else "name a place that you may write to"
-
-
 def first_line(error: BaseException) -> str:
     """The first line of a message, or the exception's type if it is empty; of a pydantic error, its first detail."""
     if isinstance(error, ValidationError):

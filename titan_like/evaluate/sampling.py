@@ -102,7 +102,7 @@ def generate(
     ``is_complete`` is called with all new tokens after each of them, and ends the text if it returns true. The model
     sees at most the last max_seq_len tokens. With ``prefix_lm`` the tokens of the prompt see each other, as in a prefix
     in training. A model with an encoder reads all of ``encoder_tokens``, and the prompt is its decoder's. The
-    repetition penalty is that of transformers (arXiv 1909.05858).
+    repetition penalty is the same as in transformers (arXiv 1909.05858).
     """
     device = model.device
     generator = torch.Generator(device).manual_seed(sampling.seed)

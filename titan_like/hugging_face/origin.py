@@ -57,7 +57,7 @@ def origin_files(source: Path | None, section: Data, ignore: Collection[str] = (
 
     Args:
         source: the checkpoint or Hugging Face folder that the run continues from, or None.
-        section: the run's [data], whose tokenizer replaces that of the source. What ends a text by its folder, or
+        section: the run's [data], whose tokenizer replaces the source's. What ends a text by its folder, or
             documents of the run, then ends a text by these files, too.
         ignore: `model.ignore_fields`, which an export leaves out too.
 

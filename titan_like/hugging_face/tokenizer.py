@@ -149,7 +149,7 @@ def _has_pairs(model: TransformerConfig) -> bool:
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy those of the named files that exist."""
+    """Copy the named files that exist."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)

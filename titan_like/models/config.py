@@ -68,7 +68,7 @@ class TransformerConfig(BaseModel):
     # What is predicted: the next token, masked tokens from both sides, or by a decoder the spans that an encoder lacks.
     objective: ClassVar[Literal["causal", "mlm", "span_corruption"]] = "causal"
     supports_masks: ClassVar[bool] = False  # whether the model supports document masks and positions
-    not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from those of weights
+    not_in_weights: ClassVar[frozenset[str]] = frozenset({"init_std"})  # fields that may differ from the weights'
 
     # Limits are far above any real model. Up to them the size of each matrix in bytes fits into 63 bits, and the layers
     # can be built and counted one by one.
@@ -130,7 +130,7 @@ class TransformerConfig(BaseModel):
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The kind of each layer, as a number in `layer_counts`. By default those of a kind follow each other."""
+        """The kind of each layer, as a number in `layer_counts`. By default layers of a kind follow each other."""
         return tuple(kind for kind, count in enumerate(self.layer_counts) for _ in range(count))
 
     def with_layers(self, num_layers: int) -> dict[str, int]:
@@ -213,7 +213,7 @@ class TransformerConfig(BaseModel):
 
     @property
     def active_parameters(self) -> int:
-        """Trainable parameters, except those of experts that a token is not sent to."""
+        """Trainable parameters, without the experts that a token is not sent to."""
         return self.num_parameters()
 
     @property
@@ -360,7 +360,7 @@ class WithExperts(TransformerConfig):
 
     @property
     def active_parameters(self) -> int:
-        """Trainable parameters, except those of experts that a token is not sent to."""
+        """Trainable parameters, without the experts that a token is not sent to."""
         hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size
         expert = 3 * hidden * ffn + (2 * ffn + hidden if self.expert_bias else 0)
         unused = (sum(self.layer_counts) - self.num_dense_layers) * (self.num_experts - self.experts_per_token)

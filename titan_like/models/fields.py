@@ -41,7 +41,7 @@ def converted(
 
 
 def renamed(ours: str, theirs: str, default: Any, *aliases: str) -> Field:
-    """A number or flag under another name. The default is that of a file without it, or its type if it must be there.
+    """A number or flag under another name. The default holds for files without it; a type: it must be there.
 
     transformers prefers the ``aliases``.
     """
@@ -113,7 +113,7 @@ def dropouts(default: float, *names: str) -> Field:
 def read_fields(
     kind: type[BaseModel], items: Iterable[Field], fields: Fields, shape: Mapping[str, Any] | None = None
 ) -> Values:
-    """Our fields of a config.json, added to those of ``shape``. A `RefusedError` names a field that is at fault."""
+    """Our fields of a config.json, added to ``shape``'s. A `RefusedError` names a field that is at fault."""
     values = dict(shape or {})
     for item in items:
         values |= item.read(fields, values)

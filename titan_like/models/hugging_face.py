@@ -62,7 +62,7 @@ class Stored:
     is_transposed: bool = False  # the parameter's rows are columns in the files
     copies: tuple[str, ...] = ()  # further tensors that may be in the files, each equal to the only source
     is_stacked: bool = False  # the first dimension of every source counts matrices, whose rows follow each other
-    taken: tuple[int | None, ...] = ()  # arguments of a slice, if the other rows are those of another parameter
+    taken: tuple[int | None, ...] = ()  # arguments of a slice, if another parameter has the other rows
     # (rows of a head, first rotated row, rotated rows) of all parts but the third, whose rotated rows the files store
     # in pairs. Here the first rows of all pairs come before the second ones.
     pairs: tuple[int, int, int] | None = None
@@ -138,7 +138,7 @@ def family_of(config: TransformerConfig, model_type: Any = None) -> Any:
 def families_by_model_type() -> dict[str, str]:
     """The model_type of config.json → the family's name, for every family whose package has a module `hugging_face`.
 
-    Families of other packages come before those of titan_like.
+    Families of other packages come before titan_like's.
     """
     families: dict[str, str] = {}
     for family in names_of("model.family"):

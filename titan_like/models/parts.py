@@ -48,7 +48,7 @@ class LayerParts(NamedTuple):
     parameters: int
     matrices: Lengths  # elements of matrices with which each position of the first stack, of a decoder is multiplied
     cores: tuple[Core, ...]
-    experts: int = 0  # of the first stack's matrices, those of routers and experts
+    experts: int = 0  # of the first stack's matrices, the ones of routers and experts
 
     def products(self, lengths: Lengths) -> int:
         """Multiplications of a sample's positions with matrices."""

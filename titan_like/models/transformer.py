@@ -176,7 +176,7 @@ class Transformer(nn.Module):
     def predict(self, x: torch.Tensor, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
 
-        The logits of tokens are [batch, seq, padded vocab], and those of padding are -inf.
+        The logits of tokens are [batch, seq, padded vocab], -inf for padding.
         """
         return self.logits(self.before_output(x))
 
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab]; those of padding are -inf."""
+        """The output matrix's input [batch, seq, hidden] → [batch, seq, padded vocab], -inf for padding."""
         logits = self.output(x, self.embedding.weight) if self.config.tied_embeddings else self.output(x)
         return self.mask_padding(soft_capped(self.output_bias(logits), cast(TokenLoss, self.token_loss).softcap))
 
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
                 module.reset()
 
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
-        """Standard deviation of a matrix's initial values, or those of its rows, [rows].
+        """Standard deviation of a matrix's initial values, or of each row's, [rows].
 
         It is `init_std`. Matrices that write to the residual stream are scaled by 1/√(2·layers), as in GPT-2 (Radford
         et al. 2019, section 2.3).

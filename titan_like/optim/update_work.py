@@ -51,7 +51,7 @@ ADAMW_WORK = UpdateWork()
 def update_work(section: OptimizerSection) -> UpdateWork:
     """The work of an update by the run's optimizer, whether built in or of another package.
 
-    Bytes are those of operands as large as the parameter, in float32, GEMMs' apart. Decompositions of matrices count
+    Bytes count operands as large as the parameter, in float32, GEMMs' apart. Decompositions of matrices count
     as if they only read and wrote them. Fused AdamW's work is known: counting it would import torch's compiler.
 
     Raises:

@@ -72,7 +72,7 @@ def cp_shard_of(config: JobConfig, model: TransformerConfig, mesh: DeviceMesh) -
 class ContextCore(AttentionCore):
     """Attention with this rank's CP shard.
 
-    Queries, keys and values are those of the shard, [batch, heads, seq / size, head_dim]. ``document_mask`` comes from
+    Queries, keys and values of the shard are [batch, heads, seq / size, head_dim]. ``document_mask`` comes from
     `CPShard.shard`; ``bias`` has a row for each query of the shard and a column for each key of the sequence.
     """
 

@@ -64,7 +64,7 @@ class Exchange(NamedTuple):
     name: str  # of the CP group
     size: int
     rank: int
-    travels: bool  # whether keys are passed on; else each rank has those of the whole sequence
+    travels: bool  # whether keys are passed on; else each rank has the whole sequence's
 
 
 class BlockSteps(NamedTuple):
@@ -112,7 +112,7 @@ def cp_attention_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`cp_attention` without gradients: its result, and the logarithm of the softmax's denominators, [..., queries].
 
-    ``settings`` are those of `Exchange`.
+    ``settings`` are the fields of `Exchange`.
     """
     how, dtype, steps = Exchange(*settings), interval_attention.accumulator(q), steps or BlockSteps.default()
     output = interval_attention.empty_like(q).to(dtype).zero_()
@@ -128,7 +128,7 @@ def cp_attention_backward(
     gradient: Tensor, q: Tensor, keys: Tensor, first: Tensor | None, end: Tensor | None, sinks: Tensor | None,
     output: Tensor, denominator: Tensor, *settings: Any, steps: BlockSteps | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, keys and values, and sinks, from that of the result of `cp_attention_forward`."""
+    """The gradients of q, keys and values, and sinks, from the gradient of `cp_attention_forward`'s result."""
     how, steps = Exchange(*settings), steps or BlockSteps.default()
     of_q = torch.zeros_like(q, dtype=denominator.dtype)
     of_keys = torch.zeros_like(keys, dtype=denominator.dtype)

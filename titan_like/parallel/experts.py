@@ -88,7 +88,7 @@ class SplitExperts(Experts):
 
     @torch.compiler.disable  # the host waits, and sends other numbers of rows in every step
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """As in the base class; ``x`` are the rows of this rank's tokens, and ``offsets`` those of all experts."""
+        """As in the base class; ``x`` are the rows of this rank's tokens, ``offsets`` all experts' offsets."""
         exchange, tensor = self.exchange(x, offsets), self.tensor_group
         inverse = inverse_of(exchange.order)
         rows = all_to_all_rows(x, exchange.input_splits, exchange.output_splits, self.group)

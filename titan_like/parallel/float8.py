@@ -148,7 +148,7 @@ def _rounded(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Float8Experts:
     """The three products of stacked experts. All factors are e4m3, which alone the grouped kernel takes.
 
-    Rows of tokens are sorted by group: by expert, and those of an expert by the microbatch they are from, because under
+    Rows of tokens are sorted by group: by expert, then by the microbatch that they are from, because under
     expert parallelism several data-parallel ranks send theirs. ``offsets`` are the ends of the groups, int32.
     """
 
@@ -302,7 +302,7 @@ def use_float8(model: Transformer, section: Float8, emulates: bool, tensor_group
 def _experts_product(
     model: Transformer, config: Float8LinearConfig, emulates: bool, tensor_group: Group | None
 ) -> Float8Experts:
-    """The product of all experts. Ranks that exchange rows will keep those of each microbatch together."""
+    """The product of all experts. Ranks that exchange rows will keep each microbatch's rows together."""
     tensor, ranks = 1 if tensor_group is None else tensor_group.size, 1
     for module in model.modules():
         if isinstance(module, SplitExperts):
@@ -374,8 +374,9 @@ class Float8Gathers:
         return to_fp8_saturated(wide * scale, e4m3_dtype), scale
 
     def wrap(self, data: torch.Tensor, scale: torch.Tensor, known: Any = None) -> torch.Tensor:
-        """The gathered weight, which autograd takes for one of this type. ``known`` is that of an earlier gather, whose
-        numbers are up to date but not its scale.
+        """The gathered weight, which autograd takes for one of this type.
+
+        ``known`` is the weight of an earlier gather, whose numbers are up to date but not its scale.
         """
         if known is None:
             return Float8TrainingTensor(data, scale, self.dtype, LinearMMConfig(), GemmInputRole.WEIGHT)

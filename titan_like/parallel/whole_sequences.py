@@ -140,7 +140,7 @@ def _run(model: Transformer, tokens: torch.Tensor, positions: torch.Tensor, bloc
     modules = {name: module for name, module in model.named_modules() if not name.startswith(inner)}
     hooks = [module.register_forward_hook(partial(note, name), with_kwargs=True) for name, module in modules.items()]
     model.context_shards = share
-    no_labels = torch.full((len(tokens),), IGNORED_LABEL)  # those of samples, whose first token has the head
+    no_labels = torch.full((len(tokens),), IGNORED_LABEL)  # samples' labels, whose first token has the head
     factors = torch.ones(len(model.config.predictions), dtype=torch.float64)
     with _NoDropout():
         model(Batch(tokens, tokens, sample_labels=no_labels, loss_factors=factors, **fields))

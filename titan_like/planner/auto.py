@@ -12,8 +12,8 @@ from titan_like.planner.predict import forecast
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate, SearchResult, search
 from titan_like.planner.search_space import set_keys
-from titan_like.planner.stages import stages_of_rank
-from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.planner.stages import pipeline_of, stages_of_rank
+from titan_like.planner.workload import Workload
 from titan_like.train.environment import environment_number
 
 _NAMES = {
@@ -90,7 +90,7 @@ def _adding_up(work: Workload, profile: Profile) -> float:
 
 
 def _slower_products(best: Workload, work: Workload) -> str:
-    fullest, best_fullest = (max(pipeline_of(layout).layers) for layout in (work, best))
+    fullest, best_fullest = (max(pipeline_of(layout).num_layers) for layout in (work, best))
     if fullest * work.pipeline > best_fullest * best.pipeline:
         return f"uneven stages: {fullest} of {len(work.model.layer_kinds)} layers on one of {work.pipeline} ranks"
     return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"

@@ -53,7 +53,7 @@ def _of_one_sample(group: Workload, profile: Profile) -> tuple[float, float]:
     probe = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
     probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
     if probe not in profile.seconds:
-        seconds, kept, kernels = 0.0, 0.0, Kernels.of(probe)
+        seconds, kept, kernels = 0.0, 0.0, Kernels(probe.dtype, probe.compiled)
         for stage in stages_of(probe, estimate):
             kept += sum(segment.kept for segment in stage.layers)
             for segment, is_layer, count in stage.counts:
@@ -72,7 +72,7 @@ def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Ker
         return cache[key]
     dtype, seconds = kernels.dtype if is_layer else stored_dtype(kernels.dtype), 0.0
     fused = 1.0 if kernels.compiled else profile.fusion
-    for pass_ in profile.operators(segment, is_layer):
+    for pass_ in segment.passes:
         flops = sum(count * gemm.flops for gemm, count in pass_.gemms.items())
         seconds += flops / gemm_rate(dtype, profile)
         seconds += sum(count * attention_time(core, dtype, profile) for core, count in pass_.attention.items())
@@ -109,7 +109,7 @@ def _least_span(work: Workload, steps: Steps) -> float:
     arrival = [0.0, *accumulate([kinds[kind].F + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
     back = [0.0, *accumulate([kinds[kind].I + delay for kind, delay in zip(alike.kind_of, sent, strict=False)])]
     longest = 0.0
-    for stage_kinds, _, first in alike.rank_kinds:
+    for stage_kinds, first in alike.rank_kinds:
         busy = sum([kinds[kind].F + kinds[kind].B for kind in stage_kinds])
         needed = sum([kinds[kind].F + kinds[kind].I for kind in stage_kinds])
         longest = max(longest, arrival[first] + max(m * busy, m * needed + back[first]))

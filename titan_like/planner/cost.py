@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from titan_like.planner.profile import Profile
 from titan_like.planner.trace.program import HOST, Attention, Gemm, Pass, Segment
-from titan_like.planner.workload import NARROW, Workload, element_bytes, stored_dtype
+from titan_like.planner.workload import NARROW, element_bytes, stored_dtype
 
 # Rows, columns, and rate relative to the largest tile: smaller tiles reuse less of what they load.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (64, 64, 0.45))
@@ -30,11 +30,6 @@ class Kernels(NamedTuple):
 
     dtype: str  # of products with weights inside layers
     compiled: bool = False  # a compiler fuses the operators between products
-
-    @classmethod
-    def of(cls, work: Workload) -> Kernels:
-        """Return the kernels of a run."""
-        return cls(work.dtype, work.compiled)
 
 
 class Times(NamedTuple):
@@ -61,8 +56,7 @@ def segment_times(
     """Seconds of a segment's passes, in the order of `Segment.passes`. The profile keeps what it has computed."""
     cache, key = profile.seconds, (segment, is_layer, kernels)
     if key not in cache:
-        as_run = profile.operators(segment, is_layer)
-        cache[key] = tuple(pass_times(pass_, is_layer, groups, kernels, profile) for pass_ in as_run)
+        cache[key] = tuple(pass_times(pass_, is_layer, groups, kernels, profile) for pass_ in segment.passes)
     return cache[key]
 
 

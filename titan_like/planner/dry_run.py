@@ -28,12 +28,12 @@ from titan_like.optim.optimizer import build_optimizer
 from titan_like.optim.schedule import describe_warmup, schedule_length
 from titan_like.optim.shards import ShardedOptimizer, local, local_bytes, sharded_dimensions
 from titan_like.parallel.apply import build_parallel_model
-from titan_like.parallel.layout import Layout, method_of
+from titan_like.parallel.layout import method_of
 from titan_like.parallel.lora import adapter_parameters
 from titan_like.parallel.mesh import build_mesh
 from titan_like.parallel.model import ParallelModel, Stage
 from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_flight, simulate, unit_time
-from titan_like.parallel.schedules.tables import Action, schedule_table
+from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.data_parallel import sharding_of
 from titan_like.planner.forecast import check_profile
@@ -195,7 +195,7 @@ def dry_run(config: JobConfig) -> DryRun:
         peak=max(moments, key=lambda moment: moment.total),
         in_passes=moments[0].total,
         in_update=moments[1].total,
-        schedule=schedule_of(work, layout, pipeline_rank),
+        schedule=schedule_of(work, pipeline_rank),
         traffic=traffic,
         groups=groups,
         data=data,
@@ -219,24 +219,25 @@ def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankS
     return RankState(number, local_bytes(parameters), local_bytes(model.parameters()), local_bytes(values))
 
 
-def schedule_of(work: Workload, layout: Layout, rank: int) -> Schedule:
+def schedule_of(work: Workload, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
-    table = schedule_table(layout.schedule, layout.pipeline, layout.virtual_stages, work.microbatches)
+    schedule = work.pipeline_schedule
+    table = schedule.table
     passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages_of(work))
-    flops = [[sum(pass_.flops(recomputed=True) for pass_ in segments) for segments in of_stage] for of_stage in passes]
+    flops = [[sum(pass_.flops for pass_ in segments) for segments in of_stage] for of_stage in passes]
     parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
 
     def by_flops(action: Action) -> float:
         return sum(flops[action.stage][part] for part in parts[action.kind])
 
-    equal, real = (simulate(table, layout.stage_ranks, duration) for duration in (unit_time, by_flops))
+    equal, real = (simulate(table, schedule.ranks, duration) for duration in (unit_time, by_flops))
     return Schedule(
-        name=layout.schedule,
+        name=schedule.name,
         num_stages=len(flops),
         microbatches=work.microbatches,
         counts=dict(Counter(action.kind for action in table[rank])),
-        bubble=bubble_fraction(equal, layout.pipeline),
-        bubble_by_flops=bubble_fraction(real, layout.pipeline),
+        bubble=bubble_fraction(equal, schedule.pipeline),
+        bubble_by_flops=bubble_fraction(real, schedule.pipeline),
         in_flight=max_in_flight(table)[rank],
         actions=table[rank],
     )

@@ -7,6 +7,7 @@ fullest moment is the largest product of the two.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -18,11 +19,11 @@ from titan_like.optim.state_size import OptimizerState
 from titan_like.planner.data_parallel import Gradients, Rules, Sharding, shard_rows, sharding_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
-from titan_like.planner.stages import StageProgram, pipeline_program, stages_of_rank
+from titan_like.planner.stages import StageProgram, pipeline_of, pipeline_program, stages_of_rank
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.update_time import unsplit_key, update_workspace
 from titan_like.planner.walk import occupancy
-from titan_like.planner.workload import Workload, pipeline_of
+from titan_like.planner.workload import Workload
 
 MEMORY_MARGIN = 0.1  # share of a GPU's memory that a prediction must leave free
 
@@ -99,11 +100,11 @@ def with_overhead(profile: Profile, *parts: float) -> RankMemory:
     return RankMemory._make([*parts, overhead, sum(parts) + overhead])
 
 
-def candidates(work: Workload) -> tuple[int, ...]:
+def candidates(work: Workload) -> Sequence[int]:
     """Both end ranks, and the first of each kind between them: later ranks of a kind hold fewer microbatches."""
     if work.splits_backward:
         return tuple(dict.fromkeys((0, work.pipeline - 1, *range(work.pipeline))))
-    return pipeline_of(work).largest
+    return pipeline_of(work).may_be_fullest
 
 
 def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:

@@ -4,15 +4,14 @@
 all-reduce over n ranks moves 2(n-1)/n of its bytes over every link, and an all-gather or reduce-scatter (n-1)/n (NVIDIA
 nccl-tests, PERFORMANCE.md; arXiv 2104.04473, section 3.2).
 
-The constants are few and physical. `FITTED` names those that `calibrate` may change, with bounds outside which a value
+The constants are few and physical. `FITTED` are those that `calibrate` may change, with bounds outside which a value
 means that the model is wrong. The others follow from how the software works or from data sheets.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -25,38 +24,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from titan_like.config.errors import ConfigError, all_of, field_errors
 from titan_like.config.paths import read_toml, unreadable_reason
 from titan_like.metrics import devices
-
-
-class Bounds(NamedTuple):
-    """The range of a fitted constant, and the width of its prior."""
-
-    low: float
-    high: float
-    spread: float  # standard deviation of the prior on the logarithm
-
-
-FITTED: dict[str, Bounds] = {
-    "gemm_efficiency": Bounds(0.3, 1.0, 0.1),
-    "gemm_depth": Bounds(30, 600, 0.35),
-    "attention_efficiency": Bounds(0.1, 1.0, 0.3),
-    "memory_efficiency": Bounds(0.3, 1.0, 0.2),
-    "fusion": Bounds(0.01, 1.0, 0.5),
-    "operator_time": Bounds(1e-6, 1e-4, 0.7),
-    "nvlink_efficiency": Bounds(0.1, 0.95, 0.1),
-    "network_efficiency": Bounds(0.05, 0.95, 0.4),
-    "message_efficiency": Bounds(0.03, 0.95, 0.5),
-    "overlap": Bounds(0.01, 1.0, 0.3),
-    "contention": Bounds(0.02, 0.5, 0.5),
-    "microbatch_time": Bounds(1e-4, 0.05, 0.7),
-    "step_time": Bounds(1e-3, 1.0, 0.7),
-    "misaligned_rate": Bounds(1e12, 1e14, 0.7),
-    "float8_relative": Bounds(0.4, 1.0, 0.1),
-    "float8_rowwise": Bounds(0.2, 1.0, 0.3),
-    "float4_relative": Bounds(0.2, 1.0, 0.2),
-    "network_latency": Bounds(1e-6, 1e-2, 1.0),
-    "grouped_relative": Bounds(0.2, 1.0, 0.3),
-    "expert_exposed": Bounds(0.02, 1.0, 0.5),
-}
 
 
 @lru_cache(maxsize=4096)
@@ -150,9 +117,12 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Whole = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
-def as_traced(segment: Any, is_layer: bool) -> Sequence[Any]:
-    """The passes of a traced segment: what this trainer runs."""
-    return segment.passes
+class Bounds(NamedTuple):
+    """The range of a fitted constant, and the width of its prior."""
+
+    low: float
+    high: float
+    spread: float  # standard deviation of the prior on the logarithm
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,43 +134,44 @@ class Profile:
     gpus_per_node: Count
     node_bandwidth: Amount  # of all network cards of a node, bytes per second in one direction; 0: unknown
     description: str = ""
-    # The rows it is for: the start of the GPU's name, and the first word of the notes or the start of a session's name.
-    groups: tuple[tuple[str, str], ...] = ()
-    # Only rows with this ZeRO stage, which some studies run on another stack.
-    only_zero: Annotated[int, Field(ge=0, le=3)] | None = None
     fitted_on: tuple[str, ...] = ()
     fitted_gpus: tuple[str, ...] = ()  # names of the GPUs of the rows that it is fitted on, if not the device's alone
     most_gpus: Count = 1  # of these rows
     fitted_experts: bool = False  # some of these rows have experts
     error_median: Amount = 0.1  # of the step time, relative, on rows left out of the fit
     error_p90: Amount = 0.2
-    judged: dict[str, float] = field(default_factory=dict)  # by benchmarks/accuracy.py
     dtype: Literal["float32", "bfloat16", "float16", "float8", "float4"] = "bfloat16"
 
-    # fitted
-    gemm_efficiency: Efficiency = 0.8  # of the largest tile, once running
-    gemm_depth: Amount = 150.0  # multiply-adds that starting and ending a tile costs: efficiency K / (K + depth)
-    attention_efficiency: Efficiency = 0.5  # of fused attention
-    memory_efficiency: Efficiency = 0.8
-    fusion: Part = 0.0  # 0: every operator between products reads and writes memory; 1: neighbours are one kernel
-    operator_time: Amount = 1e-5  # host's time to launch one operator
-    nvlink_efficiency: Efficiency = 0.75
-    network_efficiency: Efficiency = 0.6  # collectives between nodes
-    message_efficiency: Efficiency = 0.6  # pipeline messages between nodes
-    overlap: Part = 0.5  # share of backward computation that can hide data-parallel communication
-    contention: Part = 0.15  # share of hidden communication that computation is slowed down by
-    microbatch_time: Amount = 1e-3  # per microbatch and rank, everything else
-    step_time: Amount = 0.05  # per step, everything else
-    float8_relative: Efficiency = 0.85  # efficiency of 8-bit products relative to 16-bit ones, with quantization
-    float8_rowwise: Efficiency = 0.5  # the same if each row has its own scale, computed every time
-    float4_relative: Efficiency = 0.6  # the same for 4-bit products
-    misaligned_rate: Rate = 1e13  # FLOP/s of products with sizes that miss the fast kernels
-    grouped_relative: Efficiency = 0.9  # efficiency of all experts' products in one call, relative to one product
-    expert_exposed: Part = 1.0  # share of the all-to-alls around experts that computation waits for
+    gemm_efficiency: Annotated[Efficiency, Bounds(0.3, 1.0, 0.1)] = 0.8  # of the largest tile, once running
+    # Multiply-adds that starting and ending a tile costs: efficiency K / (K + depth).
+    gemm_depth: Annotated[Amount, Bounds(30, 600, 0.35)] = 150.0
+    attention_efficiency: Annotated[Efficiency, Bounds(0.1, 1.0, 0.3)] = 0.5  # of fused attention
+    memory_efficiency: Annotated[Efficiency, Bounds(0.3, 1.0, 0.2)] = 0.8
+    # 0: every operator between products reads and writes memory; 1: neighbours are one kernel.
+    fusion: Annotated[Part, Bounds(0.01, 1.0, 0.5)] = 0.0
+    operator_time: Annotated[Amount, Bounds(1e-6, 1e-4, 0.7)] = 1e-5  # host's time to launch one operator
+    nvlink_efficiency: Annotated[Efficiency, Bounds(0.1, 0.95, 0.1)] = 0.75
+    network_efficiency: Annotated[Efficiency, Bounds(0.05, 0.95, 0.4)] = 0.6  # collectives between nodes
+    network_latency: Annotated[Amount, Bounds(1e-6, 1e-2, 1.0)] = 1e-5
+    message_efficiency: Annotated[Efficiency, Bounds(0.03, 0.95, 0.5)] = 0.6  # pipeline messages between nodes
+    # Share of backward computation that can hide data-parallel communication.
+    overlap: Annotated[Part, Bounds(0.01, 1.0, 0.3)] = 0.5
+    contention: Annotated[Part, Bounds(0.02, 0.5, 0.5)] = 0.15  # share of hidden communication that slows it down
+    microbatch_time: Annotated[Amount, Bounds(1e-4, 0.05, 0.7)] = 1e-3  # per microbatch and rank, everything else
+    step_time: Annotated[Amount, Bounds(1e-3, 1.0, 0.7)] = 0.05  # per step, everything else
+    # Efficiency of 8-bit products relative to 16-bit ones, with quantization.
+    float8_relative: Annotated[Efficiency, Bounds(0.4, 1.0, 0.1)] = 0.85
+    float8_rowwise: Annotated[Efficiency, Bounds(0.2, 1.0, 0.3)] = 0.5  # the same, each row with a scale of its own
+    float4_relative: Annotated[Efficiency, Bounds(0.2, 1.0, 0.2)] = 0.6  # the same for 4-bit products
+    # FLOP/s of products with sizes that miss the fast kernels.
+    misaligned_rate: Annotated[Rate, Bounds(1e12, 1e14, 0.7)] = 1e13
+    # Efficiency of all experts' products in one call, relative to one product.
+    grouped_relative: Annotated[Efficiency, Bounds(0.2, 1.0, 0.3)] = 0.9
+    # Share of the all-to-alls around experts that computation waits for.
+    expert_exposed: Annotated[Part, Bounds(0.02, 1.0, 0.5)] = 1.0
 
     # how the stack works
     nvlink_latency: Amount = 3e-6  # per hop of a ring
-    network_latency: Amount = 1e-5
     host_bandwidth: Rate = 2.5e10  # between a GPU and pinned memory, in bytes per second: PCIe 4.0 × 16
     nvlink_switch: bool = True  # otherwise each GPU has equal shares of its links to all others of the node
     gathers_per_layer: Count = 1  # under ZeRO 3
@@ -225,8 +196,6 @@ class Profile:
     # Properties of a job, not of a stack:
     one_node: bool = False  # it has no more GPUs than one node
     own_links: bool = False  # the links between nodes were measured on its cluster, so its settings do not change them
-    # What the stack runs for a traced segment, which is a layer or not; by default what this trainer runs.
-    operators: Callable[[Any, bool], Sequence[Any]] = as_traced
 
     @cached_property
     def seconds(self) -> dict[Any, Any]:
@@ -258,7 +227,14 @@ class Profile:
         return replace(self, **values)
 
 
-_OF_JOBS = ("one_node", "own_links", "operators")
+_HINTS = get_type_hints(Profile, include_extras=True)
+FITTED = {
+    name: bounds
+    for name, hint in _HINTS.items()
+    for bounds in getattr(hint, "__metadata__", ())
+    if isinstance(bounds, Bounds)
+}
+_OF_JOBS = ("one_node", "own_links")
 
 
 def load_profile(name: str, key: str = "--profile") -> Profile:
@@ -312,7 +288,7 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
 @cache
 def _table() -> type[BaseModel]:
     """What a profile's TOML may hold: the fields of `Profile`, with the name of the device."""
-    hints = get_type_hints(Profile, include_extras=True) | {"device": str}
+    hints = _HINTS | {"device": str}
     needed = ("device", "gpus_per_node", "node_bandwidth")
     names = [f.name for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)]
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -322,7 +298,7 @@ def _table() -> type[BaseModel]:
 
 def profile_to_toml(profile: Profile) -> str:
     """The inverse of `profile_from`: values that differ from the defaults, and all fitted ones, to four digits."""
-    defaults: dict[str, Any] = {f.name: f.default for f in fields(Profile)} | {"judged": {}}
+    defaults = {f.name: f.default for f in fields(Profile)}
     values = {f.name: getattr(profile, f.name) for f in fields(Profile)} | {"device": profile.device.name}
     shown = {
         key: _rounded(value)

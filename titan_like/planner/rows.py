@@ -16,12 +16,12 @@ from typing import Any
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import load_config
 from titan_like.config.paths import blaming, parse_json, user_file
-from titan_like.config.schema import JobConfig
 from titan_like.metrics.devices import known_device
 from titan_like.metrics.flops import model_flops_per_token
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.profile import Profile, is_builtin
+from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload, workload_of
 
 
@@ -40,6 +40,10 @@ class Row:
         device = known_device(self.gpu) if is_builtin(profile.device) else None
         return profile if device in (None, profile.device) else profile.changed(device=device)
 
+    def predicted(self, profile: Profile) -> float:
+        """Seconds of a step under a profile, on the row's own GPU."""
+        return step_time(self.work, self.adapted(profile)).total
+
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     """The rows of a JSON file, and which rows are left out and why.
@@ -49,7 +53,7 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
     rows, left_out = list[Row](), list[str]()
     for number, case in enumerate(read_cases(path), start=1):
         try:
-            rows.append(row_of_command(case))
+            rows.append(_row(case))
         except KeyError as error:
             left_out.append(f"row {number}: {error.args[0]} is not stated")
         except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -72,33 +76,29 @@ def read_cases(path: str | Path) -> list[dict[str, Any]]:
     return [shared | case for case in cases if case.get("side", "ours") == "ours" and "problem" not in case]
 
 
-def row_of_command(case: dict[str, Any]) -> Row:
-    """Read a row of a JSON file.
+def _row(case: dict[str, Any]) -> Row:
+    """Read a run.
 
     Raises:
         KeyError: something is not stated.
         ValueError, TypeError, AttributeError, ZeroDivisionError: the row says something impossible.
     """
     words = shlex.split(case["command"])
-    settings = words[next(index for index, word in enumerate([*words, "--"]) if word.startswith("--")) :]
-    return _row(load_config(settings), case, f"this trainer on {case['gpu']}, PyTorch {case.get('torch', 'unknown')}")
-
-
-def _row(config: JobConfig, record: dict[str, Any], source: str) -> Row:
-    """A run with the GPU and the speed that ``record`` states."""
-    model, layout = model_config(config.model), resolve_layout(config.parallelism, int(record.get("gpus", 1)))
+    config = load_config(words[next(index for index, word in enumerate([*words, "--"]) if word.startswith("--")) :])
+    model, layout = model_config(config.model), resolve_layout(config.parallelism, int(case.get("gpus", 1)))
     work = workload_of(config, model, layout)
     tokens = work.global_batch_size * work.seq_len
-    if record.get("step_time_s"):
-        seconds = float(record["step_time_s"])
-    elif record.get("tflops_per_gpu"):
+    if case.get("step_time_s"):
+        seconds = float(case["step_time_s"])
+    elif case.get("tflops_per_gpu"):
         flops = tokens * model_flops_per_token(model, work.seq_len, decoder_seq_len=work.decoder_seq_len)
-        seconds = flops / (work.num_gpus * float(record["tflops_per_gpu"]) * 1e12)
-    elif record.get("tokens_per_second"):
-        seconds = tokens / float(record["tokens_per_second"])
+        seconds = flops / (work.num_gpus * float(case["tflops_per_gpu"]) * 1e12)
+    elif case.get("tokens_per_second"):
+        seconds = tokens / float(case["tokens_per_second"])
     else:
         raise ValueError("neither step_time_s nor tokens_per_second nor tflops_per_gpu is stated")
     if not 1e-9 < seconds < 1e6:
         raise ValueError(f"a step of {seconds} s")
-    name = record.get("model") or f"{config.model.family} {config.model.flavor}"
-    return Row(str(name), record["gpu"], work, seconds, str(record.get("source") or source))
+    name = case.get("model") or f"{config.model.family} {config.model.flavor}"
+    source = case.get("source") or f"this trainer on {case['gpu']}, PyTorch {case.get('torch', 'unknown')}"
+    return Row(str(name), case["gpu"], work, seconds, str(source))

@@ -49,7 +49,6 @@ class Counts:
     valid: int = 0
     too_large: int = 0  # known not to fit; layouts that were passed over may not fit either
     computed: int = 0  # layouts and pipelines for which a bound was computed
-    followed: int = 0  # layouts whose passes were followed
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,6 @@ class BestFirst:
         if used > self.usable:
             self._remember(work, used)
             return
-        self.counts.followed += 1
         time = step_time(work, self.profile)
         heapq.heappush(self.heap, (time.total, 4, _order(work), (work, time)))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import cache
 from math import gcd, prod
 from typing import Any
 
@@ -21,7 +22,8 @@ from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import FACTORS, Layout, method_of
 from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
-from titan_like.planner.workload import Workload, pipeline_of, workload_of
+from titan_like.planner.stages import pipeline_of
+from titan_like.planner.workload import Workload, workload_of
 from titan_like.train.layout_rules import (
     check_context_parallel,
     check_expert_parallel,
@@ -85,7 +87,7 @@ class Space:
         self._experts, self._modes = [1], ["none", "selective", "full"]
         if number := getattr(model, "num_experts", 0):
             self._experts, self._modes = divisors(number), ["none", "experts", "selective", "full"]
-        self._stages: dict[int, tuple[int, ...]] = {}
+        self._stage_layers = cache(lambda stages: tuple(layers_per_stage(self.config, model, stages)))
         self.refusals: list[ConfigError] = []
 
     def groups(self) -> Iterator[Workload]:
@@ -196,7 +198,7 @@ class Space:
 
     def _fullest(self, group: Workload, choice: tuple[str, int]) -> int:
         """Number of layers on the rank that has the most."""
-        return max(pipeline_of(self.member(group, *choice, 0, 1, group.shard)).layers)
+        return max(pipeline_of(self.member(group, *choice, 0, 1, group.shard)).num_layers)
 
     def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
         if pipeline == 1:
@@ -248,11 +250,6 @@ class Space:
             if group.pipeline > 1
             else None,
         )
-
-    def _stage_layers(self, stages: int) -> tuple[int, ...]:
-        if stages not in self._stages:
-            self._stages[stages] = tuple(layers_per_stage(self.config, self.model, stages))
-        return self._stages[stages]
 
     def configured(self, work: Workload) -> JobConfig:
         """The configuration in a layout."""

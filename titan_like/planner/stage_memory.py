@@ -41,7 +41,7 @@ class StageMemory:
         # The newest microbatch's last layer leaves during the next forward pass, whatever backward passes come first.
         self.leaving = stage.layers[-1].offloaded if stage.layers else 0
         self.deferred = sum([segment.deferred for segment in stage.segments])
-        # Elements that are gathered, and those of them that need a buffer: of the root, and of units before the layers.
+        # Gathered elements, and how many of them need a buffer: of the root, and of units before the layers.
         roots = [unit for unit in stage.ends if not unit.name]
         tables = [unit for unit in stage.ends if unit.name]
         self.root = sum([rules.gathered_elements(unit) for unit in roots])
@@ -228,7 +228,7 @@ class StageMemory:
 def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) -> list[Placed]:
     """A stage's segments. For equal layers that are units by themselves, two at either end stand for all.
 
-    The arguments are those of `layer_units`.
+    Arguments as in `layer_units`.
     """
     # By layer: its unit, and what of the unit below is gathered while this layer's backward pass runs.
     units: list[tuple[LayerUnit, int]] = []

@@ -6,16 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
-from titan_like.parallel.split import units_of_layers
+from titan_like.models.config import TransformerConfig
+from titan_like.parallel.schedules.tables import stage_ranks
+from titan_like.parallel.split import balanced_layers, units_of_layers
 from titan_like.planner.trace import TraceKey, trace
 from titan_like.planner.trace.program import Parameter, Program, Segment
-from titan_like.planner.workload import BYTES, Kinds, Workload, pipeline_of, stored_dtype
+from titan_like.planner.workload import BYTES, Workload, stored_dtype
 
 Source = Callable[[TraceKey], Program]
 """`trace`, or `estimate`."""
+
+
+Kinds = tuple[int, ...]
+"""The kinds of successive layers, as in `TransformerConfig.layer_kinds`."""
 
 
 def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
@@ -31,42 +37,53 @@ def stages_of(work: Workload, source: Source = trace) -> tuple[StageProgram, ...
 
 def pipeline_program(work: Workload, source: Source = trace) -> PipelineProgram:
     """The stages of a run's pipeline on their ranks."""
-    every, pipeline = 1 if work.recompute == "none" else work.recompute_every, pipeline_of(work)
-    return _pipeline_program(TraceKey.of(work), pipeline.stages, pipeline.ranks, every, source)
+    return _pipeline_program(TraceKey.of(work), pipeline_of(work), source)
 
 
 @lru_cache(maxsize=65536)
-def _pipeline_program(
-    key: TraceKey, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int, source: Source
-) -> PipelineProgram:
-    alike = _kinds_of(stages, ranks, every)
-    return PipelineProgram(alike, [_stage_program(key, kind.place, every, source) for kind in alike.kinds])
+def _pipeline_program(key: TraceKey, alike: PipelineKinds, source: Source) -> PipelineProgram:
+    return PipelineProgram(alike, [_stage_program(key, kind.place, alike.every, source) for kind in alike.kinds])
+
+
+def pipeline_of(work: Workload) -> PipelineKinds:
+    """How the ranks of a run's pipeline share its layers. Layouts with the same stages share one cached result."""
+    every = 1 if work.recompute == "none" else work.recompute_every
+    return _pipeline(work.stage_layers, work.model, work.schedule, work.pipeline, work.virtual_stages, every)
 
 
 @lru_cache(maxsize=65536)
-def _kinds_of(stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int) -> PipelineKinds:
-    return PipelineKinds(stages, ranks, every)
+def _pipeline(
+    counts: tuple[int, ...] | None, model: TransformerConfig, schedule: str, pipeline: int, virtual: int, every: int
+) -> PipelineKinds:
+    ranks, kinds = stage_ranks(schedule, pipeline, virtual), iter(model.layer_kinds)
+    sizes = counts or balanced_layers(len(model.layer_kinds), len(ranks), 0.0)
+    return PipelineKinds([tuple(islice(kinds, size)) for size in sizes], ranks, every)
 
 
 class PipelineKinds:
-    """Which stages of a pipeline, and which ranks, are equal."""
+    """How a pipeline's ranks share the layers, and which stages, and which ranks, are equal."""
 
-    def __init__(self, stages: tuple[Kinds, ...], ranks: tuple[int, ...], every: int) -> None:
+    def __init__(self, stages: list[Kinds], ranks: list[int], every: int) -> None:
         """Arguments: kinds of the layers by stage, the stages' ranks, and which layers are recomputed."""
-        before = [layers % every for layers in accumulate(map(len, stages), initial=0)]
+        self.ranks, self.every = ranks, every
         self.crosses = [rank != following for rank, following in pairwise(ranks)]  # which boundaries messages cross
+        before = [layers % every for layers in accumulate(map(len, stages), initial=0)]
         first, last = [n == 0 for n in range(len(stages))], [n == len(stages) - 1 for n in range(len(stages))]
         places = [StagePlace(*fields) for fields in zip(stages, before[:-1], first, last, strict=True)]
         sends = [False, *self.crosses], [*self.crosses, False]
         stage_kinds = [StageKind(*fields) for fields in zip(places, *sends, strict=True)]
         self.kinds = list(dict.fromkeys(stage_kinds))
         self.kind_of = [self.kinds.index(kind) for kind in stage_kinds]
-        of_rank: dict[int, list[int]] = {}
+        of_rank: list[list[int]] = [[] for _ in range(max(ranks) + 1)]
         for stage, rank in enumerate(ranks):
-            of_rank.setdefault(rank, []).append(stage)
-        last_rank = {tuple(self.kind_of[stage] for stage in numbers): rank for rank, numbers in sorted(of_rank.items())}
-        self.rank_kinds = [RankKind(kinds, rank, of_rank[rank][0]) for kinds, rank in last_rank.items()]
-        self.ends_on_one_rank = ranks[0] == ranks[-1]
+            of_rank[rank].append(stage)
+        # Of ranks with equal stages, the last one.
+        first_stages = {tuple([self.kind_of[stage] for stage in numbers]): numbers[0] for numbers in of_rank}
+        self.rank_kinds = [RankKind(*fields) for fields in first_stages.items()]
+        layers = [[stages[stage] for stage in numbers] for numbers in of_rank]
+        self.num_layers = [sum(map(len, of_stages)) for of_stages in layers]  # of each rank, over all its stages
+        # Ranks that may hold most: both ends, and the first rank with each combination of layers.
+        self.may_be_fullest = sorted({0, len(layers) - 1, *map(layers.index, layers)})
 
 
 class StageKind(NamedTuple):
@@ -90,8 +107,7 @@ class RankKind(NamedTuple):
     """Pipeline ranks with equal stages."""
 
     kinds: tuple[int, ...]  # of their stages
-    last: int  # the last of these ranks
-    first_stage: int  # of that rank
+    first_stage: int  # of the last of these ranks
 
 
 @lru_cache(maxsize=65536)
@@ -157,7 +173,7 @@ class PipelineProgram:
         for kind in self.fullest:
             self.elements.update(programs[kind].elements_by_sharers)
         self.copied = 0  # elements of parameters that both ends hold, on different ranks
-        if not alike.ends_on_one_rank:
+        if alike.ranks[0] != alike.ranks[-1]:
             ends = programs[alike.kind_of[0]], programs[alike.kind_of[-1]]
             first, last = ({p.name: p.elements for unit in end.ends for p in unit.parameters} for end in ends)
             self.copied = sum(first[name] for name in first.keys() & last.keys())

@@ -79,9 +79,9 @@ class Steps(NamedTuple):
         return [self.kinds[kind] for kind in self.busiest]
 
 
-def step_time(work: Workload, profile: Profile) -> StepTime:
-    """Predict a step by following every pass."""
-    steps = steps_of(work, profile)
+def step_time(work: Workload, profile: Profile, source: Source = trace) -> StepTime:
+    """Predict a step by following every pass of the programs that ``source`` gives."""
+    steps = steps_of(work, profile, source)
     return added_up(work, profile, steps, _span(work, steps))
 
 
@@ -191,7 +191,7 @@ def _computed(work: Workload, profile: Profile, stage: StageProgram) -> tuple[Ti
     """
     cache, key = profile.seconds, (stage, work.dtype, work.compiled, work.tensor > 1)
     if key not in cache:
-        kernels, totals = Kernels.of(work), [Times(), Times(), Times()]
+        kernels, totals = Kernels(work.dtype, work.compiled), [Times(), Times(), Times()]
         for segment, is_layer, count in stage.counts:
             times = segment_times(segment, is_layer, stage.groups, kernels, profile)
             totals = [total.plus(added, count) for total, added in zip(totals, times, strict=True)]

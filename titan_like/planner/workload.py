@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import islice
 from typing import Literal, NamedTuple
 
 from titan_like.config.errors import ConfigError
@@ -28,10 +26,6 @@ def stored_dtype(dtype: str) -> str:
 def element_bytes(dtype: str) -> int:
     """Bytes of one activation in a run that computes its products in ``dtype``."""
     return BYTES[stored_dtype(dtype)]
-
-
-Kinds = tuple[int, ...]
-"""The kinds of successive layers, as in `TransformerConfig.layer_kinds`."""
 
 
 class Adapters(NamedTuple):
@@ -84,7 +78,7 @@ class Workload(NamedTuple):
     dtype: str = "bfloat16"
     dropout: bool = False
     compiled: bool = False  # a compiler fuses the layers' operators between products
-    stage_layers: tuple[int, ...] | None = None  # None: equal stages
+    stage_layers: tuple[int, ...] | None = None  # None: as equal stages as possible
     decoder_seq_len: int = 0  # positions of a decoder, which come in addition to seq_len
     optimizer: OptimizerState = ADAMW_STATE  # what it keeps in our own trainer
     update: UpdateWork = ADAMW_WORK
@@ -92,11 +86,6 @@ class Workload(NamedTuple):
     shard: int = 1
     zero_stage: int = 0
     lora: Adapters = Adapters()
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of one microbatch on one rank, without a decoder's. Context parallelism splits each sequence."""
-        return self.micro_batch_size * self.seq_len / self.context
 
     @property
     def activation_checkpoint(self) -> ActivationCheckpoint:
@@ -176,39 +165,3 @@ def compute_type(config: JobConfig) -> str:
     """The data type whose speed counts. float64 is treated as float32."""
     dtype = config.training.dtype
     return "float32" if dtype == "float64" else dtype
-
-
-class PipelineRanks(NamedTuple):
-    """How a pipeline's ranks share the model's layers."""
-
-    stages: tuple[Kinds, ...]  # layers of each stage
-    ranks: tuple[int, ...]  # rank of each stage
-    layers: tuple[int, ...]  # number of layers of each rank, over all its stages
-    largest: tuple[int, ...]  # may be fullest: both ends, and the first rank with each combination of stages
-
-
-def pipeline_of(work: Workload) -> PipelineRanks:
-    """How the ranks of a run's pipeline share its layers. Layouts with the same stages share one cached result."""
-    return _pipeline(work.stage_layers, work.model, work.schedule, work.pipeline, work.virtual_stages)
-
-
-@cache
-def _pipeline(
-    stage_layers: tuple[int, ...] | None, model: TransformerConfig, schedule: str, pipeline: int, virtual: int
-) -> PipelineRanks:
-    ranks = tuple(stage_ranks(schedule, pipeline, virtual))
-    kinds = iter(model.layer_kinds)
-    counts = stage_layers or equal_stages(len(model.layer_kinds), len(ranks))
-    stages = tuple(tuple(islice(kinds, count)) for count in counts)
-    of_rank: list[list[Kinds]] = [[] for _ in range(pipeline)]
-    for rank, layers in zip(ranks, stages, strict=True):
-        of_rank[rank].append(layers)
-    largest = {0, pipeline - 1, *(of_rank.index(layers) for layers in of_rank)}
-    return PipelineRanks(stages, ranks, tuple(sum(map(len, layers)) for layers in of_rank), tuple(sorted(largest)))
-
-
-def equal_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of equal stages. If they do not divide evenly, the middle stages take one more each."""
-    base, remainder = divmod(num_layers, num_stages)
-    first = (num_stages - remainder) // 2
-    return tuple(base + (first <= stage < first + remainder) for stage in range(num_stages))

@@ -195,7 +195,7 @@ def flash_attention_gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q, keys and values.
 
-    ``parts`` are the gradient of the output, q, the output and the denominators. The latter two may be those of
+    ``parts`` are the gradient of the output, q, the output and the denominators. The latter two may be results of
     attention to further keys too.
     """
     (gradient, q, output, denominator), kv_heads = parts, keys.shape[2]

@@ -106,7 +106,7 @@ def convert_gathers(
             earlier gather as third argument, it updates that.
 
     Returns:
-        For each weight a function that returns this rank's shard. The indices of ``convert`` are those of this list.
+        For each weight a function that returns this rank's shard. ``convert`` has the same indices as this list.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
     from torch.distributed.tensor import DTensor

@@ -65,7 +65,7 @@ class TrainingState:
         if type(self.optimizer) is FusedAdamW:  # and not Muon, which updates matrices in its own way
             self.optimizer.write_copies(model.copied_units())
         self.scaler = LossScaler(run.device) if config.training.dtype == "float16" else None
-        self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; that of rank 0 counts
+        self.run_id = uuid.uuid4().hex[:8]  # replaced by the run's own if it resumes; rank 0's counts
         self.step = self.consumed_samples = self.consumed_tokens = self.skipped_steps = 0
         self.schedule_batch_size = config.training.global_batch_size  # with which the run began
         self.new_watch = partial(LossWatch, config.health, run.device, guess=math.log(run.model.vocab_size))
@@ -226,7 +226,7 @@ class TrainingState:
             self.console.print(f" saved {path}")
 
     def rewind(self, record: StepRecord) -> range | None:
-        """Go back to the newest checkpoint and continue with the samples after those of a step whose loss is a spike.
+        """Go back to the newest checkpoint and continue with the samples after the step whose loss is a spike.
 
         PaLM handled loss spikes in this way (arXiv 2204.02311, section 5.1). Returns the samples that are left out, or
         None if there is no checkpoint. Raises a `RunError` if the run went back to this checkpoint too often.

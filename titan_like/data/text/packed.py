@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock
 
 from titan_like.config.entry_points import format_of
-from titan_like.config.errors import ConfigError, require, writing_hint
+from titan_like.config.errors import FULL, ConfigError, require
 from titan_like.config.schema import HELD_OUT, Data
 from titan_like.data.batch import Batch, arrays_of
 from titan_like.data.chat.records import RECORD_KEYS, RESERVED
@@ -192,7 +192,8 @@ def open_corpus(section: Data, cache_folder: Path) -> IndexedDataset:
         remove(unfinished)  # a corrected file makes another corpus
         raise
     except OSError as error:
-        reason = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {writing_hint(error)}"
+        hint = "make room, or name another folder" if error.errno in FULL else "name a place that you may write to"
+        reason = f"the tokens cannot be written to {cache_folder} ({error.strerror}); {hint}"
         raise ConfigError("job.dump_folder", str(cache_folder.parent), reason) from None
     return IndexedDataset(folder / "tokens")
 

@@ -127,8 +127,8 @@ class Bert(Transformer):
     def predict(self, x: torch.Tensor, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Hidden states after the last layer → a tensor for each of the configuration's ``predictions``.
 
-        They are the logits of tokens [batch, seq, padded vocab], those of a pair [batch, 1, 2], of which the first is
-        that of sentences in order, or the score of a choice [batch, 1, 1].
+        They are the logits of tokens [batch, seq, padded vocab], of a pair [batch, 1, 2], first of sentences in order,
+        or the score of a choice [batch, 1, 1].
         """
         x, predictions = self.norm(x), self.config.predictions
         outputs = [self.logits(self.transform(x))] if "tokens" in predictions else []

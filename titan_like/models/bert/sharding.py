@@ -1,20 +1,10 @@
-"""BERT's tensor-parallel plan: module name → name of a style in `titan_like.parallel.tensor_styles.STYLES`."""
+"""BERT's tensor-parallel plan: GPT's, with what else there is before and after the layers."""
 
-TENSOR_PARALLEL_PLAN = {
-    "embedding": "vocabulary_embedding",
-    "position_embedding": "position_embedding",
+from titan_like.models.gpt.sharding import TENSOR_PARALLEL_PLAN as GPT
+
+TENSOR_PARALLEL_PLAN = GPT | {
     "token_type_embedding": "position_embedding",
     "embedding_norm": "norm",
-    "layers.*.attention_norm": "norm",
-    "layers.*.attention": "region",
-    "layers.*.attention.qkv": "column_linear",  # its rows are ordered by heads, so each rank gets whole heads
-    "layers.*.attention.core": "split_heads",
-    "layers.*.attention.proj": "row_linear",
-    "layers.*.mlp_norm": "norm",
-    "layers.*.mlp": "region",
-    "layers.*.mlp.fc1": "column_linear",
-    "layers.*.mlp.fc2": "row_linear",
-    "norm": "norm",
     "transform.dense": "replicated_linear",
     "transform.norm": "norm",
     "first_token": "first_token",
@@ -22,8 +12,5 @@ TENSOR_PARALLEL_PLAN = {
     "pair": "pooled_linear",
     "pooled_dropout": "pooled_dropout",
     "choice": "pooled_linear",
-    "output": "vocabulary_output",
     "output_bias": "vocabulary_bias",
-    "mask_padding": "vocabulary_mask",
-    "token_loss": "vocabulary_loss",
 }

@@ -24,7 +24,7 @@ from titan_like.models.decoder.fields import (
 from titan_like.models.decoder.rope import Rope
 from titan_like.models.fields import Field, choice, count, fixed, nullable, reciprocal, renamed
 
-# Ours → Llama's, or those of the only class that has such tensors. Names in layers begin with the layer's.
+# Ours → Llama's, or the names of the only class that has such tensors. Names in layers begin with the layer's.
 # fmt: off
 NAMES = {
     "embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "output": "lm_head",

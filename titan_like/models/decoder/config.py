@@ -151,7 +151,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if self.num_experts and not self.gated:
             raise ValueError("experts are gated; set gated to true")
         if self.activation == "clamped_swiglu" and not self.gated:
-            raise ValueError("activation clamped_swiglu is that of a gated MLP; set gated to true")
+            raise ValueError("activation clamped_swiglu needs a gated MLP; set gated to true")
         if self.qk_norm == "all" and self.norm != "rms":
             raise ValueError('qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"')
         if lengths - {pairs}:

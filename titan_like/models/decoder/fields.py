@@ -37,7 +37,7 @@ def kv_heads(default: int) -> Field:
 
 
 def latent_kv_heads() -> Field:
-    """The number of key and value heads of latent attention, which is that of query heads."""
+    """The number of key and value heads of latent attention, which equals the number of query heads."""
 
     def read(fields: Fields, shape: Values) -> Values:
         heads = shape["num_attention_heads"]
@@ -63,7 +63,7 @@ def head_size(default: int | None = 0) -> Field:
 
 
 def experts(number: str, count: int, per_token: int, width: str, size: int) -> tuple[Field, ...]:
-    """Their number, which has several names in files, those of a token, and the width of one."""
+    """The number of experts, which has several names in files; how many a token goes to; the width of one."""
     aliases = [name for name in ("num_local_experts", "num_experts") if name != number]
     return (
         renamed("num_experts", number, count, *aliases),

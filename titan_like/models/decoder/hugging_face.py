@@ -1,7 +1,7 @@
 """The mapping between decoders and Hugging Face's classes, of which `classes` has the data.
 
-A shape may be a model of several classes. The one to export to is that of the folder that the weights came from, or
-else the first whose config.json describes the same shape.
+A shape may be a model of several classes. It is exported as the class of the folder that the weights came from, or else
+as the first whose config.json describes the same shape.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
 
 
 def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
-    """The class to map a shape to, of those that have it: that of ``model_type`` first.
+    """The class to map a shape to, of the classes that have it: ``model_type``'s first.
 
     Raises a `RefusedError` if there is none. The message names what the nearest one lacks.
     """

@@ -133,7 +133,7 @@ class Rope:
 def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    # Defaults are left out, except that of truncate.
+    # Defaults are left out, except truncate's.
     defaults = {name: field.default for name, field in RopeScaling.model_fields.items() if name != "truncate"}
     items = [item for item in _SCALINGS[scaling.type] if getattr(scaling, item.ours) != defaults.get(item.ours)]
     table = {"factor": scaling.factor} | write_fields(scaling, items) | {"rope_type": scaling.type}

@@ -47,7 +47,7 @@ class AttentionCore(nn.Module):
         if dropout and (softcap or num_sinks):
             raise ValueError("attention with a soft cap or sinks drops no probabilities; set dropout to 0")
         if window and not is_causal:
-            raise ValueError("a window is that of causal attention; set it to 0")
+            raise ValueError("only causal attention has a window; set it to 0")
         self.dropout, self.is_causal, self.scale, self.softcap, self.window = dropout, is_causal, scale, softcap, window
         self.is_plain = not (window or softcap or num_sinks)
         self.register_parameter("sinks", nn.Parameter(torch.empty(num_sinks)) if num_sinks else None)
@@ -98,7 +98,7 @@ class AttentionCore(nn.Module):
         """The keys that ``seq_len`` queries on this process see within the window; None: plain causal attention.
 
         All cores with equal `mask_settings` may share the result, which they get as their ``document_mask``. Raises a
-        `ValueError` if the mask is that of another window.
+        `ValueError` if the mask belongs to another window.
         """
         order, num_keys = self.query_order(seq_len, device)
         window = self.window if self.window < num_keys else 0
@@ -118,7 +118,7 @@ class AttentionCore(nn.Module):
     def query_order(self, seq_len: int, device: torch.device) -> tuple[torch.Tensor, int]:
         """The numbers, in the whole sequence, of the queries that it computes, int64 [queries]; the number of keys.
 
-        ``seq_len`` is that of the queries that it is given.
+        ``seq_len`` is the number of queries that it is given.
         """
         return torch.arange(seq_len, device=device), seq_len
 
@@ -224,7 +224,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         """``shape`` has the sizes of the projections, and the epsilon of norms.
 
-        ``bias`` is that of the projections, ``proj_bias`` that of the output projection if it differs. ``qk_norm``
+        ``bias``: of the projections; ``proj_bias``: of the output projection, if it differs. ``qk_norm``
         normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a token's together,
         as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and epsilon.
         """

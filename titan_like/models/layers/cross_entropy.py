@@ -1,6 +1,6 @@
 """The loss of predicted tokens, together with the output matrix, in chunks of positions.
 
-The logits of all positions never exist at once, and those of a chunk only in the type of computation. The forward pass
+The logits of all positions never exist at once, and a chunk's only in the type of computation. The forward pass
 computes a chunk's logits, their loss and its gradient, which overwrites the logits and is multiplied at once with the
 output matrix and with its input. The backward pass only scales the two results. A float32 copy of all logits and the
 gradients of cross entropy would take most of the memory of a small model with a large vocabulary, and a third of its
@@ -44,7 +44,7 @@ class Vocabulary(NamedTuple):
 def num_chunks(positions: int, columns: int, device: str, chunk: int | None = None) -> int:
     """In how many chunks the loss of ``positions`` with this many ``columns`` of logits is computed on a device type.
 
-    It is the same on all processes that share the vocabulary, because ``columns`` are those of the one with the most.
+    It is the same on all processes that share the vocabulary, because ``columns`` is the largest number of any of them.
     """
     return min(positions, max(1, -(-positions * columns // (chunk or CHUNK_LOGITS[device]))))
 
@@ -120,7 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if bias is not None:
                     summed = logits.sum(0, dtype=total.dtype)
                     bias_gradient = summed if bias_gradient is None else bias_gradient + summed
-            del logits  # before those of the next chunk
+            del logits  # before the next chunk's
         ctx.save_for_backward(x_gradient, weight_gradient, bias_gradient)
         ctx.dtype = x.dtype
         return total
@@ -183,8 +183,8 @@ def write_gradient(
 ) -> None:
     """Overwrite logits [positions, columns] by their gradient: the probability, minus one at the label, scaled.
 
-    columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero. The gradient is that of
-    the logits before the soft cap.
+    columns, denominator and scale are [positions]; padding, from column ``size`` on, gets zero. The gradient is
+    with respect to the logits before the soft cap.
     """
     for block, column, total, factors in _blocks(logits, columns, denominator, scale):
         _write_gradient(block, column, total, factors, size, cap)

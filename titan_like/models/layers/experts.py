@@ -195,7 +195,7 @@ class ExpertLinear(nn.Module):
     """
 
     float8: Any = None  # a `titan_like.parallel.float8.Float8Experts`
-    first_bias = 0  # output to which this process adds its first bias; others add those of the other outputs
+    first_bias = 0  # output to which this process adds its first bias; others add the other outputs'
 
     def __init__(self, config: WithExperts, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """The weighted sum of the chosen experts' results, plus that of the shared experts, which is one wider MLP."""
+    """The weighted sum of the chosen experts' results, plus the shared experts' result, which are one wider MLP."""
 
     def __init__(self, config: WithExperts, router: Router | None = None) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class SparseMLP(nn.Module):
         self.shared = GatedMLP(config.hidden_size, shared, config.activation) if shared else None
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]. ``padding_mask`` is that of `Router.forward`."""
+        """[batch, seq, hidden] → [batch, seq, hidden]. ``padding_mask`` as in `Router.forward`."""
         tokens = x.flatten(0, 1)
         weights, order, offsets = self.router(tokens, padding_mask)
         inverse = inverse_of(order)

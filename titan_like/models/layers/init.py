@@ -64,7 +64,7 @@ def fill_normal(
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's shard of a parameter, [rows here, …], and its offset in the full one, or that of its first row.
+    """This rank's shard of a parameter, [rows here, …], and its offset in the full one, or its first row's.
 
     Writing to the shard writes to the parameter.
     """

@@ -109,7 +109,7 @@ def gradients(
     """Gradients of q, k and v, at least float32, by FlashAttention's equations 1 to 4 (arXiv 2205.14135, B.2).
 
     ``statistics`` are the denominator that `attend` returns, and the sum of gradient · output over head_dim, both
-    [batch, heads, queries]. They may be those of attention to more keys than ``k`` has.
+    [batch, heads, queries]. They may come from attention to more keys than ``k`` has.
     """
     (q, k, v), (denominator, mean), (scale, softcap, _) = inputs, statistics, scores
     dtype, groups = denominator.dtype, k.shape[1]

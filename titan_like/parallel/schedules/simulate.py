@@ -34,7 +34,7 @@ def in_order(table: Table, ranks: list[int]) -> Program:
     Raises a `ValueError` that names the stuck ranks if some wait for each other, or for an action that no list holds.
     """
     microbatches = 1 + max((action.microbatch for actions in table for action in actions), default=0)
-    backward = len(ranks) * microbatches  # results of forward passes by stage and microbatch, then those of B or I
+    backward = len(ranks) * microbatches  # results of forward passes by stage and microbatch, then of B or I
     numbers = [-1] * (2 * backward)  # of the actions that give the results
     position, ready = [0] * len(table), list(range(len(table)))
     waiting: dict[int, int] = {}  # result → the rank that waits for it, so no rank is ever polled

@@ -113,7 +113,7 @@ def _dualpipe_v(degree: int, stages: int, num_microbatches: int) -> Table:
 
     The order has the eight phases of the published schedule. Its main phase pairs forward and backward passes of
     different microbatches so that communication and computation can overlap; here the two run one after the other. A
-    rank holds at most 2p+1 chunks. Fewer than 2p microbatches leave no main phase, and the order is that of ZB-V.
+    rank holds at most 2p+1 chunks. Fewer than 2p microbatches leave no main phase, and the order is ZB-V's.
     """
     if num_microbatches < 2 * degree:
         return _zbv_zero_bubble(degree, stages, num_microbatches)
@@ -130,7 +130,7 @@ def _dualpipe_v(degree: int, stages: int, num_microbatches: int) -> Table:
         whole, split = backwards[: rank + 1], backwards[rank + 1 :]
         order += [f"B{chunk}" for chunk in whole] + [f"I{chunk}" for chunk in split]
         # Phase 7 alternates W and I0, and phase 8 has the remaining W. Weight gradients take their turn as late as
-        # possible: first those of the split half, then those of phase 7.
+        # possible: first of the split half, then of phase 7.
         late = [f"W{chunk}" for chunk in split] + ["W0"] * hops
         for weights in late[:hops]:
             order += [weights, "I0"]
@@ -208,7 +208,7 @@ def _one_forward_one_backward(
 ) -> list[Action]:
     """One rank's actions: warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
-    The order is that of arXiv 2104.04473, section 2.2. Microbatches go in groups of p through the rank's first stage,
+    The order follows arXiv 2104.04473, section 2.2. Microbatches go in groups of p through the rank's first stage,
     then its second, and so on; backwards go through the stages in reverse. The warm-up has (v-1)p forwards for the
     rounds of the first group, plus ``forwards_per_hop`` for each hop to the last rank.
     """

@@ -24,7 +24,6 @@ from titan_like.planner.profile import FITTED, Profile, is_builtin, load_profile
 from titan_like.planner.rows import Row, read_rows
 from titan_like.planner.search_space import layout_of
 from titan_like.planner.stack import of_own_trainer
-from titan_like.planner.step_time import step_time
 from titan_like.planner.workload import Workload
 
 _NOISE = 0.03  # standard deviation of the logarithm of a row's time
@@ -76,10 +75,10 @@ def check_scipy() -> None:
 
 def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
     """Logarithm of predicted over measured step time for each row."""
-    return np.array([np.log(step_time(row.work, row.adapted(profile)).total / row.seconds) for row in rows])
+    return np.array([np.log(row.predicted(profile) / row.seconds) for row in rows])
 
 
-def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.ndarray | None = None) -> Profile:
+def fit(rows: Sequence[Row], start: Profile, names: Sequence[str]) -> Profile:
     """The profile with the named constants fitted. They begin at ``start``, which is also the mean of the priors."""
     from scipy.optimize import least_squares  # an optional dependency
 
@@ -87,7 +86,6 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
     high = np.log([FITTED[name].high for name in names])
     spread = np.array([FITTED[name].spread for name in names])
     center = np.clip(np.log([getattr(start, name) for name in names]), low, high)
-    weight = np.ones(len(rows)) if weights is None else np.sqrt(weights)
 
     def with_values(point: np.ndarray) -> Profile:
         return start.changed(**{name: float(np.exp(x)) for name, x in zip(names, point, strict=True)})
@@ -98,7 +96,7 @@ def fit(rows: Sequence[Row], start: Profile, names: Sequence[str], weights: np.n
         # Beyond `_HUBER` the squared residual grows linearly: its root is what least squares needs.
         tail = np.sqrt(2 * _HUBER * np.maximum(size, _HUBER) - _HUBER**2)
         robust = np.where(size > _HUBER, np.sign(errors) * tail, errors)
-        return np.concatenate([robust * weight, (point - center) / spread])
+        return np.concatenate([robust, (point - center) / spread])
 
     def jacobian(point: np.ndarray) -> np.ndarray:
         base = residuals(point)
@@ -191,7 +189,6 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
         fitted_on=tuple(f"{source}: {sources.count(source)} rows" for source in sorted(set(sources))),
         error_median=held.median,
         error_p90=held.p90,
-        judged={},
     )
     return Calibration(
         profile,

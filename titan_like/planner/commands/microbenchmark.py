@@ -329,13 +329,12 @@ def _start(machine: Machine, name: str, device: Device) -> Profile:
         profile = Profile(name, device, machine.local_size, 0.0, microbatch_time=1e-4, step_time=1e-3, overlap=0.01)
     else:
         nearest = default_profile(known_device(device.name) or device)
-        profile = nearest.changed(name=name, device=device, gpus_per_node=machine.local_size, groups=(), only_zero=None)
+        profile = nearest.changed(name=name, device=device, gpus_per_node=machine.local_size)
     threads = f", torch threads of each: {torch.get_num_threads()}" if machine.is_cpu else ""
     return profile.changed(
         description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
         node_bandwidth=profile.node_bandwidth if machine.processes > 1 else 0.0,
         fitted_on=(),
-        judged={},
         cores=machine.shared_cores,
         causal_half=True,
         error_median=0.15,

@@ -17,7 +17,6 @@ import titan_like
 from titan_like.config.options import write_output_file
 from titan_like.config.paths import parse_json
 from titan_like.models.config import TransformerConfig
-from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
 from titan_like.planner.trace.program import Program
 from titan_like.planner.workload import Adapters, Workload, stored_dtype
 
@@ -48,13 +47,12 @@ class TraceKey(NamedTuple):
     @classmethod
     def of(cls, work: Workload) -> TraceKey:
         """The key of a run's recomputed layers, or of all if there are none."""
-        splits = work.schedule in SPLIT_BACKWARD and work.pipeline > 1 and not work.compiled
         return cls(
             _one_of_each(work.model, work.dropout), work.seq_len, work.decoder_seq_len, work.micro_batch_size,
             stored_dtype(work.dtype), work.recompute, work.tensor, work.sequence_parallel and work.tensor > 1,
             work.context, work.context_method if work.context > 1 else "all_gather", work.expert,
             work.expert_tensor, work.expert_load if work.expert > 1 else 1.0, work.pipeline > 1,
-            splits, work.compiled, work.offload, work.lora,
+            work.splits_backward, work.compiled, work.offload, work.lora,
         )  # fmt: skip
 
     @property

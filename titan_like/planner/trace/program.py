@@ -113,14 +113,11 @@ class Pass:
             calls, total = self.collectives.get(work, (0, 0))
             self.collectives[work] = calls + 1, total + size
 
-    def flops(self, recomputed: bool = False, causal: bool = False) -> int:
-        """FLOPs of GEMMs and attention.
-
-        ``recomputed`` counts what activation checkpointing repeats, ``causal`` half of a matrix with a causal mask.
-        """
-        amounts = [(gemm.recomputed, gemm.flops, count) for gemm, count in self.gemms.items()]
-        amounts += [(core.recomputed, core.flops(causal), count) for core, count in self.attention.items()]
-        return sum(count * flops for is_recomputed, flops, count in amounts if recomputed or not is_recomputed)
+    @property
+    def flops(self) -> int:
+        """FLOPs of GEMMs and attention, with those that activation checkpointing repeats."""
+        of_gemms = sum(count * gemm.flops for gemm, count in self.gemms.items())
+        return of_gemms + sum(count * core.flops() for core, count in self.attention.items())
 
 
 class Parameter(NamedTuple):
