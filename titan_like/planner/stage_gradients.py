@@ -93,7 +93,8 @@ class StageGradients:
         if not rules.copied:
             return self.between_passes(Gradients.FINISHED, shard)
         element = rules.compute if microbatches == 1 and not update.widens else rules.master
-        peak = held = element * self.elements - self.freed
+        partial = sum(p.elements for unit in self.stage.units for p in unit.parameters if p.partial)  # summed as master
+        peak = held = element * self.elements + (rules.master - element) * partial - self.freed
         makes_copies = self.frees_copies and update == ADAMW_WORK
         for size in sorted(unit.elements for unit in self.copied_units) if makes_copies else ():
             peak = max(peak, held + rules.compute * size)
