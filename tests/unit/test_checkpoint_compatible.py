@@ -69,6 +69,20 @@ def test_a_shape_that_is_not_written_down_is_no_other_shape(tmp_path: Path) -> N
     check(tmp_path, "")
 
 
+def test_kinds_of_layers_may_lack_newer_fields(tmp_path: Path) -> None:
+    settings = "model.family=decoder model.flavor=debug_kinds"
+    path = saved_at(tmp_path, settings) / "run.json"
+    numbers = json.loads(path.read_text())
+    for kind in numbers["model"]["kinds"].values():
+        del kind["mixer"], kind["options"]
+    path.write_text(json.dumps(numbers))
+    check(tmp_path, settings)
+    numbers["model"]["kinds"]["sliding"]["window"] = 32
+    path.write_text(json.dumps(numbers))
+    with pytest.raises(ConfigError, match=r"model\.overrides\.kinds"):
+        check(tmp_path, settings)
+
+
 def test_converted_weights_may_begin_any_run_of_their_model(tmp_path: Path) -> None:
     check(saved_at(tmp_path, "", step=0), "training.seq_len=128")
     with pytest.raises(ConfigError, match=r"model\.overrides\.num_layers"):

@@ -16,6 +16,7 @@ from titan_like.config.schema import Data, JobConfig, LoRA
 from titan_like.config.urls import RemotePath
 from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.models.config import TransformerConfig
+from titan_like.models.registry import filled_shape
 from titan_like.optim.schedule import check_decay
 from titan_like.optim.state_size import optimizer_state
 
@@ -81,7 +82,7 @@ def _of_model(state: step_folders.RunState, config: JobConfig, model: Transforme
     shape, fields = model.model_dump(mode="json"), type(model).model_fields
     family = ("model.family", config.model.family, state.config["model"]["family"])
     defaults = {key: fields[key].get_default(call_default_factory=True) for key in shape}
-    saved = defaults | state.model  # an older one may lack a newer field
+    saved = defaults | filled_shape(family[2], state.model)  # an older one may lack a newer field
     return [family, *((f"model.overrides.{k}", v, saved[k]) for k, v in shape.items() if k not in _MAY_CHANGE)]
 
 

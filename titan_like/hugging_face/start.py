@@ -22,7 +22,7 @@ from titan_like.hugging_face.peft import base_of, is_peft, peft_settings
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
 from titan_like.models.layers.init import local_parts
-from titan_like.models.registry import model_config
+from titan_like.models.registry import filled_shape, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.model import ParallelModel
 
@@ -54,7 +54,8 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
         reason = f"{path} is a checkpoint, which has no config.json to leave fields out of; leave it out"
         require(not ignore, "model.ignore_fields", ignore, reason)
         state = read_run_state(path)
-        return _of_run(state, state.model, tokenizer_in(path))._replace(free=frozenset(), lora=lora)
+        shape = filled_shape(state.config["model"]["family"], state.model)
+        return _of_run(state, shape, tokenizer_in(path))._replace(free=frozenset(), lora=lora)
     if is_hugging_face(path):
         _, family, model = read_model(path, key, ignore)
         tokenizer = tokenizer_in(path)

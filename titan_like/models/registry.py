@@ -6,6 +6,7 @@ docs/families.md describes each of them. The registry refers to a family by its 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,13 @@ def config_class(family: str) -> type[TransformerConfig]:
             "model.family", family, f"its entry point, {point.value}, is not a family; it must be {wanted}"
         )
     return kind
+
+
+def filled_shape(family: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """A stored shape with the defaults of fields that are newer than it, nested ones too; as it is if it is invalid."""
+    with suppress(ConfigError, ValidationError):
+        return config_class(family).model_validate(shape).model_dump(mode="json")
+    return shape
 
 
 @cache
