@@ -201,7 +201,9 @@ class Verifier:
     ) -> list[Outcome]:
         seconds = self.timeout + (_COMPILING if config.compile.enable else 0.0)
         processes = Layout.of(config.parallelism).num_processes
-        return self.start(function, processes, reference, config, *arguments).wait(seconds, self.patience)
+        # A dataset may wait for a server, or be busy in the loader's thread: neither is a deadlock.
+        patience = math.inf if function is observe_data else self.patience
+        return self.start(function, processes, reference, config, *arguments).wait(seconds, patience)
 
     def _add_unfinished(self, kind: str, row: Row, outcomes: list[Outcome], checks: list[Check]) -> None:
         """Add the check of a run that did not finish."""
