@@ -298,10 +298,10 @@ class CopiedUnit(NamedTuple):
 def copied_units(stage: StageProgram, element: int) -> list[CopiedUnit]:
     """A stage's units of at least `GRADIENT_UNIT_BYTES`, from its end. ``element``: bytes of an element of a copy."""
     units, sizes = list[CopiedUnit](), list[int]()
-    for segment in reversed(stage.segments):
-        for parameter in reversed(segment.parameters):
-            if element * sum(sizes) >= GRADIENT_UNIT_BYTES:
-                units.append(CopiedUnit(sum(sizes), max(sizes)))
-                sizes = []
-            sizes.append(parameter.elements)
+    backwards = [parameter for segment in reversed(stage.segments) for parameter in reversed(segment.parameters)]
+    for parameter in sorted(backwards, key=lambda parameter: parameter.precedes_layers):  # a tied table at the end too
+        if element * sum(sizes) >= GRADIENT_UNIT_BYTES:
+            units.append(CopiedUnit(sum(sizes), max(sizes)))
+            sizes = []
+        sizes.append(parameter.elements)
     return [*units, CopiedUnit(sum(sizes), max(sizes))]

@@ -248,7 +248,8 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
     if path.suffix == ".toml" and unreadable_reason(path) != "does not exist":
         return profile_from(path.stem, read_toml(name, key))
     known = ", ".join(builtin_profiles())
-    raise ConfigError(key, name, f"no such profile; there are {known}, or name a TOML file")
+    reason = f"no such profile; there are {known}, or name a TOML file, as in benchmarks/profiles of the repository"
+    raise ConfigError(key, name, reason)
 
 
 @cache

@@ -88,7 +88,7 @@ def occupancy(schedule: PipelineSchedule, rank: int, splits_backward: bool, mess
     """
     pipeline, microbatches = schedule.pipeline, schedule.microbatches
     if not _holds_all(schedule.name):
-        enough = min(microbatches, max(3 * pipeline, 3))
+        enough = min(microbatches, max(3 * pipeline, 4))  # a first, second, later and last one
         enough += (microbatches - enough) % pipeline if microbatches > enough else 0
         schedule = schedule._replace(microbatches=enough)
     return _occupancy(schedule, rank, splits_backward, messages)

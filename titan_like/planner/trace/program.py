@@ -132,6 +132,7 @@ class Parameter(NamedTuple):
     kinds: tuple[int, ...]  # of the layers that share it; empty for parameters of a single segment
     position: int  # of its gradient, in the order in which backward passes complete them
     matrices: int = 1  # that are stacked in it
+    precedes_layers: bool = False  # in its module, wherever it is used
 
     @property
     def elements(self) -> int:

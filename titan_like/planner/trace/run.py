@@ -269,6 +269,9 @@ def _list_parameters(
             shape = tuple(local_tensor(parameter.data).shape)
             key = id(parameter)
             flags = key in deferred, key in partial
-            row = Parameter(name, shape, *units[key], *flags, kinds, positions.get(key, 0), matrices_here(parameter))
+            in_entry = name.partition(".")[0] in module.entry
+            row = Parameter(
+                name, shape, *units[key], *flags, kinds, positions.get(key, 0), matrices_here(parameter), in_entry
+            )
             segment = segments[_segment_of(name, module, num_kinds)]
             (segment.parameters if parameter.requires_grad else segment.frozen).append(row)
