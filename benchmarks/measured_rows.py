@@ -22,6 +22,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from benchmarks.stacks import STACKS
+from benchmarks.studies import EXPERTS, MCORE, STUDIES
 from titan_like.config.errors import ConfigError, reason_of
 from titan_like.config.paths import blaming, user_file
 from titan_like.metrics.devices import find_device
@@ -81,41 +82,6 @@ class _Cells(BaseModel):
     mem_gib: float | None = Field(None, gt=0, lt=1e4)
 
 
-# What a study's rows leave out, from its paper or its scripts.
-_MEGATRON_2021 = {"flash": False, "dropout": True, "dtype": "float16", "zero": 0, "recompute": "full"}
-_FSDP = {"flash": True, "dtype": "bfloat16", "zero": 3, "recompute": "none"}
-_MCORE = {"flash": True, "dtype": "bfloat16", "zero": 1, "recompute": "none", "sp": True}
-STUDIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("ptdp_table1", "ptdp_table2", "tf=hw96", "korthikanti_t5"), _MEGATRON_2021),
-    **dict.fromkeys(("vtrain_multi", "vtrain_single"), _MEGATRON_2021),
-    "bloom": {**_MEGATRON_2021, "zero": 1},
-    "production": {**_MEGATRON_2021, "dtype": "bfloat16", "zero": 1},
-    # Its memory is the first node's. Runs that filled a third of it ran out of memory elsewhere.
-    "jz_v100": {**_MEGATRON_2021, "zero": 1, "memory_of_first": True},
-    **dict.fromkeys(("foundry", "torchtitan", "tokens/s/gpu"), _FSDP),
-    **dict.fromkeys(("tf=model", "mbridge", "nemo2407"), _MCORE),
-}
-
-
-# Shapes of models with experts, which rows name without stating them: a flavor, or a Llama near to one that the family
-# moe cannot express. GPT-OSS (arXiv 2508.10925) has windows of 128 tokens in every second layer, sinks and biases; here
-# all its layers attend to everything. DeepSeek-V3 (arXiv 2412.19437) has latent attention, for which heads stand whose
-# matrices are as large (187 million elements); their scores take 0.6 of the products. A second head, which predicts the
-# token after the next, is left out.
-EXPERTS: dict[str, Any] = {
-    "Qwen3_235B_a22B": "qwen3_235b_a22b",
-    "Qwen3_30B_a3B": "qwen3_30b_a3b",
-    "GPT OSS 120B": {
-        "num_layers": 36, "hidden_size": 2880, "num_attention_heads": 64, "num_kv_heads": 8, "head_size": 64,
-        "num_experts": 128, "experts_per_token": 4, "expert_ffn_hidden_size": 2880, "vocab_size": 201088,
-        "tied_embeddings": False,
-    },
-    "DeepSeekV3": {
-        "num_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_kv_heads": 8, "head_size": 96,
-        "num_experts": 256, "experts_per_token": 8, "expert_ffn_hidden_size": 2048, "num_shared_experts": 1,
-        "num_dense_layers": 3, "ffn_hidden_size": 18432, "vocab_size": 129280, "tied_embeddings": False,
-    },
-}  # fmt: skip
 _NEWER = "26.06"  # the container with which steps with experts became a quarter faster
 
 
@@ -245,7 +211,7 @@ def row_from(table: dict[str, str]) -> Row:
     """
     cells, notes = _cells(table), table.get("notes") or ""
     study = study_of(notes)
-    defaults = STUDIES.get(study, _MCORE)
+    defaults = STUDIES.get(study, MCORE)
     if cells.tp is None:
         raise ValueError("tp is not stated")
     # Sizes: stated, or the likely ones.
@@ -376,7 +342,7 @@ def _shape(llama: bool, layers: int, hidden: int, heads: int, kv: int, ffn: int,
 
 def _likely_virtual(defaults: dict[str, Any], layers: int, pipeline: int, m: int) -> int:
     """If interleaving is not stated: newer stacks interleave as finely as layers and microbatches allow."""
-    if defaults is not _MCORE or pipeline == 1 or m % pipeline:
+    if defaults is not MCORE or pipeline == 1 or m % pipeline:
         return 1
     padded = layers + -layers % pipeline  # the embedding and the output may take the place of layers
     return padded // pipeline if padded <= layers + 2 else 1
