@@ -40,6 +40,13 @@ def test_a_field_that_some_samples_lack_is_named_in_one_sentence() -> None:
         collate([whole, whole._replace(hints=None)])
 
 
+def test_values_that_are_no_tensors_may_not_differ() -> None:
+    one, other = (sample_of(0)._replace(hints=name) for name in ("a", "b"))
+    assert collate([one, one]).hints == "a"
+    with pytest.raises(RunError, match="'a' is not in all"):
+        collate([one, other])
+
+
 def test_a_sample_without_labels_has_none_for_any_head() -> None:
     tokens = torch.arange(8)
     sample = without_labels(Batch(tokens, tokens, next_labels=tokens, sample_labels=tokens[1]))

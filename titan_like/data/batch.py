@@ -32,7 +32,7 @@ def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
 
 
 def collate(samples: Sequence[B]) -> B:
-    """Stack samples. Raises a `RunError` if they have different fields."""
+    """Stack samples. Raises a `RunError` if they have different fields, or values that differ and are no tensors."""
 
     def stack(*values: Any) -> Any:
         first = values[0]
@@ -40,7 +40,11 @@ def collate(samples: Sequence[B]) -> B:
             raise RunError("samples of a batch have different fields; set a field of Batch in every sample or in none")
         if isinstance(first, torch.Tensor):
             return torch.stack(values)
-        return type(first)(*map(stack, *values)) if isinstance(first, tuple) else first
+        if isinstance(first, tuple):
+            return type(first)(*map(stack, *values))
+        if len(set(map(repr, values))) > 1:
+            raise RunError(f"a field of Batch differs between samples ({first!r} is not in all); make it a tensor")
+        return first
 
     return stack(*samples)
 
