@@ -11,7 +11,7 @@ from itertools import accumulate
 from titan_like.planner.cost import EXPERTS, MESSAGES, Groups, Kernels, attention_time, collective_time, gemm_rate
 from titan_like.planner.data_parallel import gathers_every_pass, reduces_every_pass
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import Source, stages_of
+from titan_like.planner.stages import Source, pipeline_of, stages_of
 from titan_like.planner.step_time import Steps, added_up, steps_of
 from titan_like.planner.trace import estimate, trace
 from titan_like.planner.trace.program import Segment
@@ -24,9 +24,11 @@ def least_bytes(work: Workload, profile: Profile) -> float:
     With few microbatches, gradients are not summed up yet while a rank keeps most of them, and stages have theirs one
     after the other.
     """
-    _, kept = _of_one_sample(work, profile)
-    held = min(work.microbatches, work.pipeline) / work.pipeline * (work.micro_batch_size * kept)
-    elements = work.model.num_parameters() / work.pipeline / max(work.tensor, work.expert)
+    _, kept, are_alike = _of_one_sample(work, profile)
+    # The first rank keeps one for each rank, at least of its share of equal layers. All ranks have one of each layer.
+    is_share = are_alike and pipeline_of(work).num_layers[0] * work.pipeline >= len(work.model.layer_kinds)
+    held = (min(work.microbatches, work.pipeline) if is_share else 1) / work.pipeline * work.micro_batch_size * kept
+    elements = work.model.num_parameters() / work.pipeline / max(work.tensor, work.expert * work.expert_tensor)
     compute, shards = element_bytes(work.dtype), work.shard * work.context
     gathers = gathers_every_pass(work.zero_stage)
     if work.lora.rank:  # the frozen weights alone
@@ -34,31 +36,35 @@ def least_bytes(work: Workload, profile: Profile) -> float:
     master = max(compute, BYTES["float32"])
     copies = compute if compute < master and not gathers else 0
     weights = master * (1 + work.optimizer.layers.element) / (shards if work.zero_stage else 1)
-    sums = 0.0
+    sums, at_end = 0.0, compute if work.microbatches == 1 else master  # a single pass's may stay as it made them
     if work.microbatches > work.pipeline:
-        sums = master / shards if reduces_every_pass(work.zero_stage) else master
-    at_end = elements * (master / shards if work.zero_stage else master)
-    peak = max(held + elements * (sums + copies), at_end)
+        of_one_pass = work.microbatches == work.pipeline + 1  # while a rank keeps most of its microbatches
+        sums = min(compute if of_one_pass else master, profile.gradient_bytes)
+        sums = min(sums, master / shards) if reduces_every_pass(work.zero_stage) else sums
+    peak = max(held + elements * (sums + copies), elements * at_end / (shards if work.zero_stage else 1))
     return peak + elements * weights + profile.overhead_bytes
 
 
 def least_group_seconds(group: Workload, profile: Profile) -> float:
     """A lower bound on the step of all layouts that differ only in the pipeline's schedule and in how ZeRO splits."""
-    seconds, _ = _of_one_sample(group, profile)
+    seconds, *_ = _of_one_sample(group, profile)
     return group.microbatches / group.pipeline * (group.micro_batch_size * seconds)
 
 
-def _of_one_sample(group: Workload, profile: Profile) -> tuple[float, float]:
-    """Lower bounds on the seconds of one sample in the whole model, and on the bytes that are kept for it."""
+def _of_one_sample(group: Workload, profile: Profile) -> tuple[float, float, bool]:
+    """Lower bounds on one sample's seconds in the whole model and on the bytes kept for it.
+
+    The third value: whether every layer keeps as many.
+    """
     probe = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
     probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
     if probe not in profile.seconds:
-        seconds, kept, kernels = 0.0, 0.0, Kernels(probe.dtype, probe.compiled)
+        seconds, kept, kernels = 0.0, list[int](), Kernels(probe.dtype, probe.compiled)
         for stage in stages_of(probe, estimate):
-            kept += sum(segment.kept for segment in stage.layers)
+            kept += [segment.kept for segment in stage.layers]
             for segment, is_layer, count in stage.counts:
                 seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, profile)
-        profile.seconds[probe] = seconds, kept
+        profile.seconds[probe] = seconds, sum(kept), len(set(kept)) == 1
     return profile.seconds[probe]
 
 

@@ -80,9 +80,10 @@ class PipelineKinds:
         # Of ranks with equal stages, the last one.
         first_stages = {tuple([self.kind_of[stage] for stage in numbers]): numbers[0] for numbers in of_rank}
         self.rank_kinds = [RankKind(*fields) for fields in first_stages.items()]
-        layers = [[stages[stage] for stage in numbers] for numbers in of_rank]
-        self.num_layers = [sum(map(len, of_stages)) for of_stages in layers]  # of each rank, over all its stages
-        # Ranks that may hold most: both ends, and the first rank with each combination of layers.
+        layers = [[(stages[stage], before[stage]) for stage in numbers] for numbers in of_rank]
+        # Of each rank, over all its stages.
+        self.num_layers = [sum(len(of_stage) for of_stage, _ in of_stages) for of_stages in layers]
+        # Ranks that may hold most: both ends, and the first with each combination of layers and of recomputed ones.
         self.may_be_fullest = sorted({0, len(layers) - 1, *map(layers.index, layers)})
 
 

@@ -1,0 +1,61 @@
+"""Bounds are never above what they bound, or a search would pass over the best layout; nor far below all of it."""
+
+import random
+
+import pytest
+
+from titan_like.config import load_config
+from titan_like.models.registry import model_config
+from titan_like.planner.bounds import least_bytes, least_group_seconds, least_step_seconds
+from titan_like.planner.memory import largest_memory, memory
+from titan_like.planner.search import _ROUNDING
+from titan_like.planner.search_space import Space
+from titan_like.planner.stack import checked_profile
+from titan_like.planner.step_time import step_time
+from titan_like.planner.trace import estimate
+
+DEEP = ["--model.overrides.num_layers=8", "--training.global_batch_size=24"]
+LORA = ["--model.family=llama", "--lora.rank=8"]
+RUNS = {
+    "gpt in float16": [*DEEP, "--training.dtype=float16", "--model.overrides.hidden_size=2048"],
+    "gpt in float32": [*DEEP, "--training.dtype=float32"],
+    "gradients reduced in bfloat16": [*DEEP, "--training.reduce_dtype=bfloat16", "--model.overrides.hidden_size=1024"],
+    "uneven stages": [*DEEP, "--parallelism.pipeline_layers=[1,7]"],
+    "llama compiled": [*DEEP, "--model.family=llama", "--compile.enable=true", "--training.seq_len=512"],
+    "adapters": [*DEEP, *LORA],
+    "bert": [*DEEP, "--model.family=bert"],
+    "t5": [*DEEP, "--model.family=t5", "--model.overrides.num_decoder_layers=2", "--training.decoder_seq_len=128"],
+    "experts": [*DEEP, "--model.family=moe"],
+    "split experts": [*DEEP, "--model.family=moe", "--parallelism.expert_tensor_parallel_degree=2",
+                      "--parallelism.tensor_parallel_degree=2"],
+    "muon": [*DEEP, "--optimizer.name=muon"],
+    "one microbatch": ["--training.global_batch_size=4"],
+}  # fmt: skip
+FIXED = ("pipeline_layers", "expert_tensor_parallel_degree", "tensor_parallel_degree")
+
+
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_bounds_are_below_what_they_bound_and_near(settings: list[str]) -> None:
+    config = load_config(["--training.steps=1", "--training.seq_len=256", "--training.dtype=bfloat16",
+                          "--cluster.gpu=A100", "--cluster.gpus_per_node=2", *settings])  # fmt: skip
+    fixed = frozenset(f"parallelism.{key}" for key in FIXED if f"--parallelism.{key}=" in " ".join(settings))
+    profile = checked_profile(config, 4, None).changed(overhead_bytes=0.0)  # which would hide how far a bound is off
+    space, draw = Space(config, model_config(config.model), 4, fixed), random.Random(0)
+    seconds, nbytes = list[float](), list[float]()
+    groups = [group for group in space.groups() if space.pipelines(group)]
+    for group in draw.choices(groups, k=25):
+        work = space.member(group, *draw.choice(space.pipelines(group)), *draw.choice(space.splits(group)))
+        exact = step_time(work, profile).total
+        bounds = {
+            "layout": least_step_seconds(work, profile),
+            "layout, estimated": least_step_seconds(work, profile, source=estimate) * _ROUNDING,
+            "passes": least_step_seconds(work, profile, True, estimate) * _ROUNDING,
+            "group": least_group_seconds(group, profile) * _ROUNDING,
+        }
+        assert {name: bound / exact for name, bound in bounds.items() if bound > exact * (1 + 1e-9)} == {}, work
+        seconds.append(bounds["layout"] / exact)
+        fullest = memory(work, profile).largest  # of all ranks
+        assert largest_memory(work, profile) == fullest, work
+        nbytes.append(least_bytes(work, profile) / fullest)
+        assert nbytes[-1] <= 1, work
+    assert max(seconds) > 0.9 and max(nbytes) > 0.5
