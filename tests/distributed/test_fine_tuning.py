@@ -71,7 +71,7 @@ def labelled(chat: Any, conversation: list[dict[str, str]]) -> tuple[list[int], 
     return tokens, labels
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [4, pytest.param(30, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", ["llama", "gpt", "moe"])
 def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str, steps: int) -> None:
     """The reference computes each conversation by itself, so packing, masks and positions have to be exact.
@@ -147,6 +147,7 @@ def test_steps_equal_a_plain_loop_over_transformers(tmp_path: Path, family: str,
         assert found[name] == pytest.approx(expected, rel=bound(4096 * steps)), name
 
 
+@pytest.mark.exhaustive
 def test_experts_of_every_layout_count_the_same_tokens(tmp_path: Path) -> None:
     """In one sample of two nine tokens of ten are padding, so some processes have nothing else."""
     model = {"hidden_size": 64, "num_layers": 4, "num_kv_heads": 4, "expert_ffn_hidden_size": 48}

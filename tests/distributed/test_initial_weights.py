@@ -32,7 +32,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"1 rank": {}},
     2: {
         "zero 3": zero(3),
-        "tensor": tensor(),
         "zero 0 in bfloat16": BFLOAT16,
         "both ends of a V": pipeline(2, "zbv_zero_bubble"),  # a tied table twice
     },
@@ -45,9 +44,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         | {"parallelism.expert_tensor_parallel_degree": 2},
     },
 }
-CHOSEN = {  # each layout with one of the models; both where training follows
-    "gpt": ["1 rank", "zero 3", "both ends of a V", "2 stages of tensor 2", "tensor 2 of zero 3"],
-    "llama": ["1 rank", "tensor", "zero 0 in bfloat16", "2 stages of tensor 2", "2 replicas of zero 3"],
+CHOSEN = {  # each layout with one of the models
+    "gpt": ["zero 3", "both ends of a V", "tensor 2 of zero 3"],
+    "llama": ["1 rank", "zero 0 in bfloat16", "2 stages of tensor 2", "2 replicas of zero 3"],
     "moe": ["experts split over tensor 2 of zero 3"],
 }
 SOURCES = {"hugging face": "hf", "imported": "run/step-0", "of a run": "run/step-5"}

@@ -8,9 +8,9 @@ their gradient is zero (`test_key_biases_have_no_gradient`), and what is compute
 scale up to whole steps. For the same reason Adafactor neither clips GPT's updates nor scales them by the weights.
 
 A set runs here, for two steps of AdamW, that covers every pair of choices, where schedules of one kind count as one and
-each schedule occurs. ``pytest -m exhaustive`` runs a set in which all pairs of schedules with others occur, for ten
-steps, and all combinations with two data-parallel ranks for two steps of SGD (an hour on two cores), and writes
-benchmarks/results/layout_matrix_cpu.json.
+each schedule occurs. ``pytest -m exhaustive`` runs a set in which all pairs of schedules with others occur, with what
+`EXHAUSTIVE` adds, for ten steps, and all combinations with two data-parallel ranks for two steps of SGD (an hour on two
+cores), and writes benchmarks/results/layout_matrix_cpu.json.
 """
 
 import json
@@ -87,10 +87,12 @@ FLOAT32: dict[str, Any] = {"training.dtype": "float32", "optimizer.eps": 1e-3}
 COMPILED = FLOAT32 | {"compile.enable": True, "model.overrides": {"num_layers": 2}}
 
 
-def by_rules(ranks: int, family: str, layout: dict[str, Any], layers: int = 2) -> dict[str, tuple[int, dict[str, Any]]]:
+def by_rules(
+    rules: tuple[str, ...], ranks: int, family: str, layout: dict[str, Any], layers: int = 2
+) -> dict[str, tuple[int, dict[str, Any]]]:
     """The layout with each of the rules."""
     told = " ".join(f"{key.rpartition('.')[2]} {value}" for key, value in layout.items())
-    names = {f"{rule} of {family} on {ranks}, {told}": rule for rule in RULE_NAMES}
+    names = {f"{rule} of {family} on {ranks}, {told}": rule for rule in rules}
     return {name: (ranks, with_rule(rule, family, layers) | layout) for name, rule in names.items()}
 
 
@@ -104,9 +106,7 @@ ODD_LLAMA = {
     "model.overrides": ODD | {"num_attention_heads": 3, "num_kv_heads": 1, "ffn_hidden_size": 6},
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks and settings
-    "units of 2 and 1 layers, zero 0": (2, in_units(5) | zero(0)),
     "units of 2 and 1 layers, zero 3, recompute every 2": (2, in_units(5) | zero(3) | recompute("full", 2)),
-    "units of 2 and 1 layers, 2 replicas of zero 3": (4, in_units(5) | zero(3, 2)),
     "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 3": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "units of 4 and 1 layers, tensor 2, zero 3": (4, in_units(5) | tensor() | zero(3)),
     "gpt 1 and 3 layers": (2, pipeline() | {"parallelism.pipeline_layers": [1, 3]}),
@@ -115,41 +115,43 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
         4,
         {"model.overrides": {"vocab_multiple": 1}} | tensor(2, True) | pipeline(),
     ),
-    "bert pairs, both ends on one rank, shards": (4, BERT_PAIRS | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "bert pairs, norms after, 2 stages, sequence": (4, PAIRS_AFTER | tensor(2, True) | pipeline() | recompute("full")),
     "unequal shards of gpt, zero 3 of 4": (4, ODD_GPT | zero(3)),
+    "one process, recompute selective, 4 microbatches": (1, recompute("selective") | micro_batch(2)),
+    "float32, zero 3, sequence": (4, FLOAT32 | zero(3) | tensor(2, True)),
+    "t5 the first of 2 stages ends in the decoder": (2, t5(1, 4) | pipeline(2)),
+    "t5 sequence of 4, relu, tied": (4, t5(2, 2, **RELU_TIED) | tensor(4, True)),
+    "t5 zbv, zero 3": (4, t5(3, 3) | pipeline(2, "zbv_zero_bubble") | zero(3)),
+    **by_rules(("adafactor",), 4, "llama", zero(2, 2)),
+    **by_rules(("adafactor",), 4, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),  # both ends on one rank
+    **by_rules(("muon",), 4, "llama", zero(3) | tensor()),
+    **by_rules(("muon",), 4, "moe", tensor(2, True) | pipeline() | {"parallelism.expert_parallel_degree": 2}),
+}
+EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
+    "units of 2 and 1 layers, zero 0": (2, in_units(5) | zero(0)),
+    "units of 2 and 1 layers, 2 replicas of zero 3": (4, in_units(5) | zero(3, 2)),
+    "bert pairs, both ends on one rank, shards": (4, BERT_PAIRS | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "unequal shards of llama, zero 1 of 4": (4, ODD_LLAMA | zero(1)),
     "one process, 4 microbatches": (1, micro_batch(2)),
-    "one process, recompute full": (1, recompute("full")),
     "one process, recompute full every 2": (1, recompute("full", 2)),
-    "one process, recompute selective, 4 microbatches": (1, recompute("selective") | micro_batch(2)),
     "one microbatch, zero 0": (2, zero(0) | micro_batch(4)),
-    "float32, zero 0": (2, FLOAT32 | zero(0)),
     "float32, 2 stages": (2, FLOAT32 | pipeline()),
-    "float32, zero 3, sequence": (4, FLOAT32 | zero(3) | tensor(2, True)),
     "t5 zero 0": (2, t5(2, 2) | zero(0)),
     "t5 a unit of an encoder's and a decoder's layer, zero 3": (2, t5(1, 2, ffn_hidden_size=96) | zero(3)),
-    "t5 sequence, recompute selective": (2, t5(2, 2) | tensor(2, True) | recompute("selective")),
     "t5 grouped queries, tensor 2": (2, t5(2, 2, num_kv_heads=2) | tensor(2)),
-    "t5 the first of 2 stages ends in the decoder": (2, t5(1, 4) | pipeline(2)),
     "t5 the last of 2 stages begins in the encoder, relu, tied": (2, t5(4, 1, **RELU_TIED) | pipeline(2)),
     "t5 1 and 4 layers": (2, t5(3, 2) | pipeline(2) | {"parallelism.pipeline_layers": [1, 4]}),
     "t5 interleaved": (2, t5(3, 3) | pipeline(2, "interleaved_1f1b")),
-    "t5 sequence of 4, relu, tied": (4, t5(2, 2, **RELU_TIED) | tensor(4, True)),
-    "t5 zbv, zero 3": (4, t5(3, 3) | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "t5 2 stages, sequence, recompute full": (4, t5(3, 3) | pipeline(2) | tensor(2, True) | recompute("full")),
-    **by_rules(4, "llama", zero(3)),
-    **by_rules(4, "llama", zero(2, 2)),
-    **by_rules(4, "gpt", zero(1) | tensor(2, True)),
-    **by_rules(4, "llama", zero(3) | tensor()),
-    **by_rules(4, "gpt", tensor(2, True) | pipeline()),
-    **by_rules(4, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),  # both ends on one rank
-    **by_rules(4, "moe", zero(3)),
-    **by_rules(4, "moe", zero(1) | {"parallelism.expert_parallel_degree": 2}),
-    **by_rules(4, "moe", tensor(2, True) | pipeline() | {"parallelism.expert_parallel_degree": 2}),
-    **by_rules(4, "moe", zero(1) | tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2}),
-}
-EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {  # on more ranks than the tests take otherwise
+    **by_rules(RULE_NAMES, 4, "llama", zero(3)),
+    **by_rules(RULE_NAMES, 4, "llama", zero(2, 2)),
+    **by_rules(RULE_NAMES, 4, "gpt", zero(1) | tensor(2, True)),
+    **by_rules(RULE_NAMES, 4, "llama", zero(3) | tensor()),
+    **by_rules(RULE_NAMES, 4, "gpt", tensor(2, True) | pipeline()),
+    **by_rules(RULE_NAMES, 4, "moe", zero(3)),
+    **by_rules(RULE_NAMES, 4, "moe", zero(1) | {"parallelism.expert_parallel_degree": 2}),
+    **by_rules(RULE_NAMES, 4, "moe", zero(1) | tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2}),
+    # on more ranks than the tests take otherwise
     "gpt 4 stages of 6 layers, balanced": (4, {"model.overrides": {"num_layers": 6}} | pipeline(4)),
     "llama tied, 4 stages": (4, TIED_LLAMA | pipeline(4, "gpipe")),
     **on_eight(ParallelLayout("gpt", "interleaved_1f1b", "2 sp", 3, "2", "full", 4)),
@@ -158,14 +160,12 @@ EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {  # on more ranks than the 
         8,
         t5(3, 3, **RELU_TIED) | pipeline(2, "interleaved_1f1b") | tensor(2, True) | zero(3),
     ),
-    **by_rules(8, "gpt", zero(2) | tensor(2, True) | pipeline()),
-    **by_rules(8, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),
+    **by_rules(RULE_NAMES, 8, "gpt", zero(2) | tensor(2, True) | pipeline()),
+    **by_rules(RULE_NAMES, 8, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),
 }
 if shutil.which("g++") or shutil.which("clang++"):  # which torch.compile needs on a CPU
-    MORE |= {
-        "compiled, zero 3, recompute selective": (2, COMPILED | zero(3) | recompute("selective")),
-        "compiled, sequence, recompute full": (2, COMPILED | tensor(2, True) | recompute("full")),
-    }
+    MORE["compiled, sequence, recompute full"] = 2, COMPILED | tensor(2, True) | recompute("full")
+    EXHAUSTIVE["compiled, zero 3, recompute selective"] = 2, COMPILED | zero(3) | recompute("selective")
 
 
 def settings(choices: dict[str, Any], run: str, steps: int) -> dict[str, Any]:

@@ -32,7 +32,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and settings
     "zero0": (2, zero(0)),
     "zero3 recomputed": (2, zero(3) | recompute("full")),
     "2 stages of tensor 2": (4, pipeline(2, "zbv_zero_bubble") | tensor() | {"training.micro_batch_size": 4}),
-    "2 replicas of zero2": (4, zero(2, 2)),
 }
 
 
@@ -95,7 +94,6 @@ def test_dropout_was_on(folder: Path) -> None:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": zero(3),
     "tensor": tensor(),
-    "sequence": tensor(2, True),
     "pipeline": pipeline(),
 }
 

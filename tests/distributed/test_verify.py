@@ -99,24 +99,22 @@ QUICK: list[tuple[list[str], list[str]]] = [
     ([*RING, *PIPELINE, *ZERO_3[2:]], [EXACT]),
     ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
 ]
+LORA_DROPOUT = [*ADAPTER_DROPOUT, *PIPELINE, *ZERO_3, *BFLOAT16[:2], "--lora.modules", '["q_proj", "mlp.down"]']
 SAME: list[tuple[list[str], list[str]]] = [
-    ([*RAMPUP[:4], *ZERO_3, *DOCUMENTS], [EXACT, DROPOUT, RESUME]),
+    ([*RAMPUP[:4], *ZERO_3, *DOCUMENTS], [DROPOUT, RESUME]),
     (BFLOAT16, ["bfloat16"]),
     ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
     ([*FLOAT8, *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT]),
-    ([*SPLIT_EXPERTS, *SHARED, *ZERO_3], [EXACT]),
-    ([*EXPERTS, *FLOAT8, *SEQUENCE], [EXACT]),
     # The reference's choice of experts is replayed, so that gradients may not differ by a token with others.
     ([*MOE, *SEQUENCE, *BFLOAT16[:2]], ["bfloat16"]),
-    ([*LORA, *SEQUENCE], [EXACT, RESUME]),
-    (
-        [*ADAPTER_DROPOUT, *PIPELINE, *ZERO_3, *BFLOAT16[:2], "--lora.modules", '["q_proj", "mlp.down"]'],
-        [EXACT, "bfloat16", DROPOUT],
-    ),
+    ([*LORA, *SEQUENCE], [RESUME]),
+    (LORA_DROPOUT, [DROPOUT]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
-    ([*SPLIT_EXPERTS, *SHARED, *ZERO_3], [RESUME]),
+    ([*SPLIT_EXPERTS, *SHARED, *ZERO_3], [EXACT, RESUME]),
+    ([*EXPERTS, *FLOAT8, *SEQUENCE], [EXACT]),
+    (LORA_DROPOUT, [EXACT, "bfloat16"]),
     ([*LATENT, *EXPERTS[2:], *FLOAT8, *SEQUENCE], [EXACT]),
     ([*LLAMA_MASKS, *SEQUENCE], [EXACT, SINGLE, RESUME]),
     ([*GATHER, *SEQUENCE, *LLAMA_MASKS], [SINGLE]),

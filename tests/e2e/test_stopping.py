@@ -85,7 +85,10 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize(("what", "number"), [("validation", signal.SIGTERM), ("task", signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [("validation", signal.SIGTERM), pytest.param("task", signal.SIGUSR1, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_during_a_long_evaluation(
     fork: Callable[..., ForkedJob], tmp_path: Path, what: str, number: signal.Signals
 ) -> None:

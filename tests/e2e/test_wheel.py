@@ -144,7 +144,7 @@ def test_trains_a_shipped_configuration(run, tmp_path):
 
 
 def test_plans_a_shipped_configuration(run, tmp_path):
-    options = ["--job.config_file=gpt_7.5b", "--cluster.gpu=A100", "--gpus=64"]
+    options = ["--job.config_file=debug_gpt", "--cluster.gpu=A100", "--gpus=2"]
     run("titan-plan", "search", *options, "--json=found.json", "--out=best.toml")
     assert json.loads((tmp_path / "found.json").read_text())["search"]
     run("titan-plan", "predict", "--job.config_file=best.toml")

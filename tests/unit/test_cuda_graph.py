@@ -194,7 +194,7 @@ def verdict_of(folder: Path, settings: list[str], kind: str) -> Verdict:
     return Verdict("", Layout(), combine(reference, [[observe(alone, reference, small.config, kind)]]))
 
 
-@pytest.mark.parametrize("kind", [EXACT, SINGLE])
+@pytest.mark.parametrize("kind", [EXACT, pytest.param(SINGLE, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("settings", VERIFIED.values(), ids=VERIFIED)
 def test_verify_finds_no_difference(tmp_path: Path, log: list[str], settings: list[str], kind: str) -> None:
     verdict = verdict_of(tmp_path, settings, kind)

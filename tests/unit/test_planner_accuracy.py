@@ -103,7 +103,7 @@ def test_rows_are_predicted_on_their_own_gpu():
     assert predict_row(replace(row, work=row.work._replace(dtype="float8"))) is None  # which the GPU lacks
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fit_finds_constants_that_made_the_rows():
     truth = SELENE.changed(gemm_efficiency=SELENE.gemm_efficiency * 1.08, nvlink_efficiency=0.68)
     rows = [row for row in ROWS if row.study in ("korthikanti_t5", "tf=hw96")]

@@ -50,7 +50,7 @@ def everything(settings, gpus):
     loops = ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"]
     schedules += [(name, 2) for name in loops]  # of four layers
     recompute = [("none", 1), ("selective", 1), *(("full", n) for n in (1, 2, 3, 4))]
-    for tensor, pipeline, micro in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)):
+    for tensor, pipeline in itertools.product((1, 2, 4), (1, 2, 4)):
         data, rest = divmod(gpus, tensor * pipeline)
         if rest:
             continue
@@ -59,7 +59,7 @@ def everything(settings, gpus):
         for (schedule, virtual), sequence, (zero, replicas), (mode, every) in itertools.product(
             of_pipeline, (False, True) if tensor > 1 else (False,), splits, recompute
         ):
-            layout = tensor, sequence, pipeline, schedule, virtual, replicas, data // replicas, zero, micro, mode, every
+            layout = tensor, sequence, pipeline, schedule, virtual, replicas, data // replicas, zero, 1, mode, every
             values = zip(SEARCHED, (*layout, 1, 1), strict=True)  # the last are the degrees of context and experts
             config = load_config([*settings, *(f"--{key}={str(value).lower()}" for key, value in values)])
             try:
@@ -71,7 +71,7 @@ def everything(settings, gpus):
 
 @pytest.mark.slow
 def test_search_finds_what_trying_everything_finds():
-    found = search(run(*NONE_FIT_WHOLE), 4, kinds=1000)
+    found = search(run(*NONE_FIT_WHOLE), 4, fixed=frozenset({"training.micro_batch_size"}), kinds=1000)
     valid, best = 0, {}
     for config in everything(NONE_FIT_WHOLE, 4):
         valid += 1
@@ -80,7 +80,7 @@ def test_search_finds_what_trying_everything_finds():
             continue
         kind = expected.work.tensor, expected.work.pipeline
         best[kind] = min(best.get(kind, float("inf")), expected.time.total)
-    assert valid > found.counts.valid > 1000  # layouts that others beat in any case are not searched
+    assert valid > found.counts.valid > 250  # layouts that others beat in any case are not searched
     assert len(best) > 3
     ranked = {(one.work.tensor, one.work.pipeline): one.time.total for one in found.ranked}
     assert ranked == pytest.approx(best, rel=1e-12)
@@ -107,7 +107,7 @@ STAGES_IN_TURN = [  # whose gradients are reduced before others' exist
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("settings", "gpus", "fixed"),
     [

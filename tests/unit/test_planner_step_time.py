@@ -21,7 +21,7 @@ from titan_like.planner.trace.program import Gemm
 from titan_like.planner.workload import Workload
 
 SELENE = profiles()["selene_2021"]
-WORKLOADS = random_workloads(30, seed=1)
+WORKLOADS = random_workloads(15, seed=1)
 RUN = Workload(flavor("gpt", "7.5b"), 2048, 1, 32, tensor=8, sequence_parallel=True)
 
 
@@ -90,7 +90,7 @@ def random_settings(generator):
 def test_predictions_of_random_valid_configurations_are_finite_and_positive():
     generator = random.Random(9)
     accepted = 0
-    for _ in range(60):
+    for _ in range(40):
         words = [f"--{key}={value}" for key, value in random_settings(generator).items()]
         try:
             forecast = predict(load_config(words))
@@ -102,7 +102,7 @@ def test_predictions_of_random_valid_configurations_are_finite_and_positive():
         assert all(part >= 0 for rank in forecast.memory.ranks for part in rank)
         assert forecast.rates.tokens_per_second > 0
         assert 0 < forecast.rates.hfu < 1
-    assert accepted > 20
+    assert accepted > 12
 
 
 def test_tensor_parallelism_of_one_node_beats_that_of_two():

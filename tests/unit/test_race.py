@@ -124,7 +124,7 @@ def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys, pl
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pretrained_model_learns_to_choose(race: Path, tmp_path: Path, capsys) -> None:
     """Initial weights have a head for tokens and one for pairs. The pooler goes on; the head that chooses is new."""
     text = tmp_path / "text.txt"

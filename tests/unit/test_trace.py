@@ -254,24 +254,30 @@ def test_recomputation_repeats_products() -> None:
     ("layout", "layers", "within"),
     [
         ("llama llama3.2_1b 1024 1 1 1", 4, 0.002),
-        ("gpt gpt2_1558m 1024 2 1 1", 12, 0.005),
+        pytest.param("gpt gpt2_1558m 1024 2 1 1", 12, 0.005, marks=pytest.mark.exhaustive),
         ("gpt debug 256 2 3 4 z0", 4, 0.002),
         ("gpt gpt2_124m 512 1 2 2 pp2 float32", 4, 0.001),  # both ends hold the table
         ("llama llama3.2_1b 1024 1 1 1 adafactor", 4, 0.001),  # fullest in the update
         ("llama llama3.2_1b 1024 1 3 4 z3 offload", 4, 0.001),
-        ("llama llama3.2_1b 1024 1 4 4 z2 pp2 gpipe offload", 4, 0.005),  # a layer leaves during other passes
+        pytest.param(
+            "llama llama3.2_1b 1024 1 4 4 z2 pp2 gpipe offload", 4, 0.005, marks=pytest.mark.exhaustive
+        ),  # a layer leaves during other passes
         ("llama llama3.2_1b 1024 1 4 4 z3 pp2 v2 dualpipe_v", 8, 0.005),  # weights gathered early in second parts
         ("moe debug 256 2 3 4 z1 float32", 4, 0.005),  # gradients are added in place
         ("decoder qwen3_8b 512 1 2 4 z2 pp2 hsdp2", 4, 0.001),  # a single shard
         ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 4, 0.005),
-        ("llama llama3.2_1b 1024 1 4 4 z3 pp2", 4, 0.01),
-        ("llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 4, 0.02),
-        ("moe debug 256 2 2 4 z3 ep2", 4, 0.03),
+        pytest.param("llama llama3.2_1b 1024 1 4 4 z3 pp2", 4, 0.01, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "llama llama3.2_1b 1024 1 4 4 z2 pp2 v2 interleaved_zero_bubble", 4, 0.02, marks=pytest.mark.exhaustive
+        ),
+        pytest.param("moe debug 256 2 2 4 z3 ep2", 4, 0.03, marks=pytest.mark.exhaustive),
         ("t5 debug 256 2 2 4 z2 pp2", 4, 0.02),
-        ("t5 60m 512 1 1 1", 6, 0.012),
+        pytest.param("t5 60m 512 1 1 1", 6, 0.012, marks=pytest.mark.exhaustive),
         ("moe debug 256 2 2 4 z3 ep2 experts", 4, 0.02),
-        ("llama llama3.2_1b 1024 1 3 1 kinds", 5, 0.004),
-        ("llama llama3.2_1b 1024 1 4 4 z3 pp2 v2 interleaved_1f1b kinds", 5, 0.02),
+        pytest.param("llama llama3.2_1b 1024 1 3 1 kinds", 5, 0.004, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "llama llama3.2_1b 1024 1 4 4 z3 pp2 v2 interleaved_1f1b kinds", 5, 0.02, marks=pytest.mark.exhaustive
+        ),
         ("llama llama3.2_1b 1024 1 2 4 z1 cp2 ring full2 kinds", 5, 0.02),
     ],
 )
@@ -293,10 +299,12 @@ def test_the_peak_is_that_of_the_whole_step(layout: str, layers: int, within: fl
     ("layout", "layers"),
     [
         ("llama llama3.2_1b 512 1 1 1 sgd", 4),
-        ("llama llama3.2_1b 512 1 2 4 z2 adafactor", 4),
+        pytest.param("llama llama3.2_1b 512 1 2 4 z2 adafactor", 4, marks=pytest.mark.exhaustive),
         ("gpt gpt2_355m 512 1 2 6 z3 muon", 3),  # rows are uneven
         ("moe olmoe_1b_7b 512 1 1 8 z1 tp2 sp ep4 muon", 2),
-        ("moe olmoe_1b_7b 512 1 1 2 z0 ep2 muon", 2),  # each process has whole matrices
+        pytest.param(
+            "moe olmoe_1b_7b 512 1 1 2 z0 ep2 muon", 2, marks=pytest.mark.exhaustive
+        ),  # each process has whole matrices
     ],
 )
 def test_the_fullest_moment_of_the_update_is_that_of_the_whole_step(layout: str, layers: int) -> None:
@@ -308,9 +316,9 @@ def test_the_fullest_moment_of_the_update_is_that_of_the_whole_step(layout: str,
 @pytest.mark.parametrize(
     "layout",
     [
-        "llama llama3.2_1b 1024 1 3 1 selective",
+        pytest.param("llama llama3.2_1b 1024 1 3 1 selective", marks=pytest.mark.exhaustive),
         "llama llama3.2_1b 1024 1 4 4 z3 pp2",
-        "llama llama3.2_1b 1024 1 3 4 z2 tp2 sp",
+        pytest.param("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp", marks=pytest.mark.exhaustive),
         "moe debug 256 2 2 4 z3 ep2",
     ],
 )
@@ -335,9 +343,9 @@ def test_an_8b_model_with_adapters_fits_on_24_gb_with_recomputation_alone() -> N
     ("layout", "rank"),
     [
         ("moe debug 64 2 2 8 z3 ep2 tp2 sp hsdp2 full", 0),
-        ("llama llama3.2_1b 1024 1 4 8 z3 hsdp2", 16),
+        pytest.param("llama llama3.2_1b 1024 1 4 8 z3 hsdp2", 16, marks=pytest.mark.exhaustive),
         ("llama llama3.2_1b 1024 1 2 8 z1 hsdp2", 16),
-        ("gpt debug 64 1 4 16 z1 hsdp2 pp2 tp2 sp", 0),
+        pytest.param("gpt debug 64 1 4 16 z1 hsdp2 pp2 tp2 sp", 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_a_whole_step_sends_is_what_is_composed(layout: str, rank: int) -> None:
