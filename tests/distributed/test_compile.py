@@ -24,9 +24,13 @@ SETTINGS |= {"compile.enable": True, "checkpoint.enable": False}
 SPLIT_EXPERTS = tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2}
 
 
+def traced_alone():
+    """Graphs run as they were traced. Whatever would be compiled again is traced again first."""
+    return patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph)
+
+
 def trace_steadily(rank, folder, family):
-    """Whatever would be compiled again is traced again first, which takes a third of the time."""
-    with patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph):
+    with traced_alone():
         train_steadily(rank, folder, family)
 
 
@@ -43,6 +47,11 @@ def train_steadily(rank, folder, family, layout=None):
 
 
 def graphs_of_recomputed_experts(rank, folder):
+    with traced_alone():
+        train_with_recomputed_experts(folder)
+
+
+def train_with_recomputed_experts(folder):
     modes = {"activation_checkpoint.mode": "experts", "model.family": "moe", "training.dtype": "float32"}
     trainer = trainer_of(folder, SETTINGS | modes | {"model.overrides": {"num_layers": 4}})
     steps_alone(trainer, 1)

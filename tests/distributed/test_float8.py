@@ -94,8 +94,8 @@ def compile_many_layers(rank: int, folder: Path, recipe: str) -> None:
     assert worst(compiled.gradients, eager.gradients)[0] < bound()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot compile attention in float64 here")
 def test_compiled_layers_share_a_graph_and_compute_the_same(tmp_path: Path, recipe: str) -> None:
     base_config(tmp_path, {})

@@ -30,7 +30,6 @@ TINY = [
 RUNS = {
     "train": ["train.py", *TINY, "--checkpoint.enable=true"],
     "convert": ["scripts/convert.py", "to-hf", "--checkpoint=out/checkpoint", "--output=exported"],
-    "plan": ["scripts/plan.py", "predict", "--job.config_file=train_configs/gpt_7.5b.toml"],
     "verify": ["scripts/verify.py", *TINY, "--compile.enable=false"],
 }
 # What the programs do, one after the other in one process; then a line for each.
