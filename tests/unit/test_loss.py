@@ -122,13 +122,6 @@ def test_a_label_outside_the_vocabulary_makes_loss_and_gradient_nan(wrong):
     assert value.isnan() and leaves[1].grad[:VOCAB].isnan().all()
 
 
-def test_no_valid_label_is_no_loss():
-    leaves, labels = some(torch.float32)
-    value = loss_of(leaves, torch.full_like(labels, IGNORED_LABEL))
-    value.backward()
-    assert value.item() == 0 and not leaves[0].grad.any() and not leaves[1].grad.any()
-
-
 class Largest(TorchDispatchMode):
     """The elements of the largest result that shares no memory with an argument."""
 

@@ -4,10 +4,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.losses import summed_loss
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import LoRA
-from titan_like.models.batch import Batch
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPT
@@ -105,29 +103,6 @@ def test_flavor_of_the_run_s_own_toml(tmp_path):
     model = model_config(load_config([f"--job.config_file={file}"]).model)
     assert (model.num_layers, model.hidden_size, model.num_kv_heads, model.head_dim) == (3, 64, 4, 8)
     assert model.ffn_hidden_size == 256  # not set: 4 × hidden_size
-
-
-def test_other_projects_names_of_a_model_s_fields_lead_to_ours():
-    names = {"n_layer": "num_layers", "intermediate_size": "ffn_hidden_size", "num_layer": "num_layers"}
-    for name, field in names.items():
-        with pytest.raises(ConfigError, match=rf"model\.overrides\.{name} = 2: unknown field; did you mean {field}\?"):
-            model_config(load_config([f"--model.overrides.{name}=2"]).model)
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_padding_logits_have_no_probability_and_no_gradient(family):
-    model = tiny_model(family)
-    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
-    logits = model(Batch(tokens))
-    assert logits.shape == (2, 24, 128)
-    assert (logits[..., 97:] == -math.inf).all()
-    assert logits[..., :97].isfinite().all()
-    summed_loss(model, tokens, tokens.roll(-1, 1)).backward()
-    for table in [model.embedding] + ([model.output] if not model.config.tied_embeddings else []):
-        assert (table.weight.grad[97:] == 0).all()
-    used = (model.embedding if model.config.tied_embeddings else model.output).weight.grad[:97]
-    assert used.isfinite().all()
-    assert (used != 0).any(dim=1).all()
 
 
 def test_same_seed_and_name_give_the_same_weights_and_others_do_not():

@@ -13,6 +13,7 @@ REFUSED = """
 1 --model.family=gtp => model.family ; "gtp" ; did you mean gpt?
 1 --model.flavor=debgu => model.flavor ; "debgu" ; did you mean debug?
 1 --model.overrides.hidden_sise=64 => model.overrides.hidden_sise = 64 ; did you mean hidden_size?
+1 --model.overrides.n_layer=2 => model.overrides.n_layer = 2 ; did you mean num_layers?
 1 --model.overrides.hidden_size=x => model.overrides.hidden_size ; "x" ; integer
 1 --model.overrides.hidden_size.x=1 => model.overrides.hidden_size ; integer
 1 --model.overrides.num_layers=0 => model.overrides.num_layers = 0 ; greater than 0
