@@ -241,19 +241,17 @@ def test_what_is_no_dataset_is_refused(tmp_path, monkeypatch, place, words):
         assert word in str(error.value)
 
 
-def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "packages", "places"),
+    [("ones", ("a", "b"), "a:Ones and b:Ones"), ("text", ("a",), r"a:Ones and titan_like\..*:TextSource")],
+)
+def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch, name, packages, places):
+    """A built-in dataset is one of them too."""
     monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "toys", "titan_like.datasets", "ones = a:Ones")
-    install(tmp_path, "games", "titan_like.datasets", "ones = b:Ones")
-    with pytest.raises(ConfigError, match="is defined by a:Ones and b:Ones; rename it"):
-        find_dataset(Data(dataset="ones"))
-
-
-def test_a_package_with_the_name_of_a_built_in_dataset_is_refused(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "toys", "titan_like.datasets", "text = a:Text")
-    with pytest.raises(ConfigError, match=r"is defined by a:Text and titan_like\..*:TextSource; rename it"):
-        find_dataset(Data(dataset="text"))
+    for package in packages:
+        install(tmp_path, f"of_{package}", "titan_like.datasets", f"{name} = {package}:Ones")
+    with pytest.raises(ConfigError, match=f"is defined by {places}; rename it"):
+        find_dataset(Data(dataset=name))
 
 
 @pytest.mark.parametrize("name", DATASETS)
