@@ -14,7 +14,6 @@ from tokenizers import pre_tokenizers
 from tests.e2e.scripts import run_here
 from tests.float64 import bound, in_float64
 from tests.unit.hugging_face_cases import (
-    MOE,
     SCALING,
     bert_config,
     gpt_config,
@@ -52,9 +51,6 @@ MODELS = {
     "t5, the original": t5_config(vocab_size=VOCAB, tied_embeddings=True, mlp="relu"),
     "llama": llama_config(vocab_size=VOCAB),
     "llama, tied, stretched": llama_config(vocab_size=VOCAB, tied_embeddings=True, rope_scaling=SCALING),
-    "llama, one kv head": llama_config(vocab_size=VOCAB, num_kv_heads=1),
-    **{name: config.model_copy(update={"vocab_size": VOCAB}) for name, config in MOE.items()},
-    "llama, a kv head each": llama_config(vocab_size=VOCAB, num_kv_heads=4, vocab_multiple=1),
 }
 
 
@@ -131,15 +127,13 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
     classes = {
         "gpt": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM",
         "bert, norms first": "MegatronBertForMaskedLM", "bert, pairs": "MegatronBertForPreTraining",
-        "bert, choices": "BertForMultipleChoice", "t5": "T5ForConditionalGeneration", "olmoe": "OlmoeForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM",
+        "bert, choices": "BertForMultipleChoice", "t5": "T5ForConditionalGeneration",
     }  # fmt: skip
     assert type(theirs).__name__ == classes.get(name, classes[name.partition(",")[0]])
     assert theirs.dtype == torch.float32
     tokens = torch.randint(VOCAB, (4, 64), generator=torch.Generator().manual_seed(2))
     with in_float64():
         model, theirs = model.double(), load(tmp_path / "hf", caplog, dtype=torch.float64)
-        theirs.config._experts_implementation = "eager"  # others know no float64
         pairs = list(zip(outputs(model, tokens), outputs_of_theirs(theirs, tokens), strict=True))
     for ours, logits in pairs:
         assert logits.shape == ours.shape and 0.2 < logits.abs().max() < 50
@@ -159,7 +153,7 @@ def test_transformers_loads_an_export_and_computes_the_same(tmp_path, caplog, ca
 
 
 def is_quick(name: str, dtype: torch.dtype) -> bool:
-    return name == "llama" or (dtype == torch.bfloat16 and name not in ("qwen3_moe", "olmoe"))
+    return name == "llama" or dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

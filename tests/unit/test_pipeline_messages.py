@@ -90,7 +90,11 @@ def test_messages_of_forward_tables_never_hang(schedule):
     virtual = 1 if schedule in SINGLE else 2
     for degree, microbatches in product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 13)):
         table, ranks = forward_table(schedule, degree, virtual, microbatches), stage_ranks(schedule, degree, virtual)
-        post_in_order(add_communication(table, ranks), ranks)
+        lists = add_communication(table, ranks)
+        post_in_order(lists, ranks)
+        actions = [step for steps in lists for step in steps if len(step.kind) == 1]
+        assert sorted(actions) == [("F", stage, i) for stage in range(len(ranks)) for i in range(microbatches)]
+        assert [i for _, stage, i in actions if stage == len(ranks) - 1] == list(range(microbatches))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
