@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,15 +12,18 @@ import torch
 
 from tests.e2e.scripts import Script
 from tests.float64 import bound, in_float64
+from tests.unit.hugging_face_cases import moe_config
 from titan_like.config import ConfigError
 from titan_like.config.load import load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.config.schema import Model as ModelSection
+from titan_like.data.batch import Batch
 from titan_like.data.loading.open_source import open_source
-from titan_like.data.objectives.masks import masks_of
+from titan_like.data.objectives.masks import Masks, masks_of
 from titan_like.data.readers.indexed import IndexedWriter
 from titan_like.data.source import DataRequest, Source
 from titan_like.models.layers.attention import AttentionCore, flex_attention
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.interval_attention import Scores, interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.models.registry import model_config
@@ -183,11 +187,26 @@ def test_a_family_of_causal_attention_alone_has_no_masks() -> None:
         check_rules(config, Plain(**model.model_dump()), resolve_layout(config.parallelism, 1))
 
 
+def test_next_tokens_of_other_documents_carry_no_loss() -> None:
+    """A document ends with token 0. The last label of the sample has no next one."""
+    config = model_config(ModelSection(family="decoder", flavor="debug_latent"))
+    tokens = torch.tensor([5, 6, 0, 7, 8, 0, 9])
+    sample = Batch(tokens, torch.tensor([6, 0, 7, 8, 0, 9, 4]))
+    plain = replace(masks_of(JobConfig(), config), samples=[sample])[0]
+    assert plain.next_tokens is not None and plain.next_tokens[:-1].tolist() == tokens[1:].tolist()
+    assert plain.next_labels is not None and plain.next_labels.tolist() == [0, 7, 8, 0, 9, 4, IGNORED_LABEL]
+    masks = Masks(Data(reset_attention_mask=True, eod_mask_loss=True), 0, 0, has_next=True, samples=[sample])
+    ignored = [0, IGNORED_LABEL, IGNORED_LABEL, 0, IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL]
+    assert masks[0].next_labels is not None and masks[0].next_labels.tolist() == ignored
+    assert masks_of(JobConfig(), moe_config()).over([sample])[0].next_labels is None
+
+
 MEMORY_OF_A_LONG_SAMPLE = """
 import pathlib, re, torch
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
 from titan_like.data.objectives.masks import Masks
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.attention import AttentionCore
 
 torch.set_num_threads(1)

@@ -7,8 +7,10 @@ import pytest
 from titan_like.config import ConfigError, load_config
 from titan_like.train.rules import resolve_settings
 
+LATENT = "--model.family=decoder --model.flavor=debug_latent --model.overrides"
 # Processes and settings => parts of the sentence. A run has one step where its length is not set.
-REFUSED = """
+REFUSED = (
+    """
 # models
 1 --model.family=gtp => model.family ; "gtp" ; did you mean gpt?
 1 --model.flavor=debgu => model.flavor ; "debgu" ; did you mean debug?
@@ -54,6 +56,17 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=decoder --model.overrides.gated=false --model.overrides.activation=clamped_swiglu \
 => clamped_swiglu ; set gated to true
 1 --model.family=decoder --model.overrides.norm=layer --model.overrides.qk_norm=all => qk_norm "all" ; set norm to rms
+1 --LATENT.kv_lora_rank=0 => q_lora_rank 48 needs latent attention; set kv_lora_rank, or q_lora_rank = 0
+1 --LATENT.rope_head_size=0 => needs nope_head_size, rope_head_size and value_head_size ([16, 0, 16])
+1 --LATENT.head_size=32 => the first two make up head_size (32)
+1 --LATENT.value_head_size=25 => value_head_size 25 is more than head_size 24
+1 --LATENT.num_kv_heads=2 => latent attention has no num_kv_heads 2; leave it at 4
+1 --LATENT.rotary_fraction=0.5 => latent attention has no rotary_fraction 0.5
+1 --LATENT.attention_bias=qkv => latent attention has no attention_bias "qkv"; use "none" or "all"
+1 --LATENT.router_groups=3 => router_groups 3 must divide num_experts 8
+1 --LATENT.router_groups=8 --model.overrides.router_top_groups=8 \
+=> router_groups 8 must divide num_experts 8 in groups of 2
+1 --LATENT.experts_per_token=5 => must have experts_per_token (5) experts
 1 --model.family=llama '--model.overrides.rope_scaling={type = "yarn", factor = 8.0}' \
 => yarn scaling needs original_max_seq_len
 # lengths and batches; the batch is of 16 samples
@@ -166,6 +179,10 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
 --parallelism.expert_tensor_parallel_degree=2 --parallelism.expert_parallel_degree=2 \
 => expert_parallel_degree = 2: does not divide shard × context = 1·1 = 1; use a divisor of it
+3 --model.family=decoder --model.flavor=debug_biases --model.overrides.num_attention_heads=6 \
+--model.overrides.num_kv_heads=3 --model.overrides.head_size=16 --model.overrides.expert_ffn_hidden_size=48 \
+--parallelism.tensor_parallel_degree=3 --parallelism.expert_tensor_parallel_degree=3 --training.seq_len=48 \
+--parallelism.sequence_parallel=true => does not divide the model's hidden_size (128)
 2 --model.family=llama --parallelism.expert_parallel_degree=2 \
 => parallelism.expert_parallel_degree = 2: llama has no experts; use 1
 1 --model.family=llama --activation_checkpoint.mode=experts => llama has no experts to recompute
@@ -175,7 +192,10 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --activation_checkpoint.mode=budget --activation_checkpoint.budget=0 --compile.enable=true \
 --model.overrides.dropout=0.1 => activation_checkpoint.mode ; dropout = 0 (it is 0.1)
 1 --activation_checkpoint.mode=selective --activation_checkpoint.offload=true => activation_checkpoint.offload ; compile
-""".replace("\\\n", "").strip()
+""".replace("\\\n", "")
+    .replace("--LATENT", LATENT)
+    .strip()
+)
 
 
 @pytest.mark.parametrize("case", [line for line in REFUSED.splitlines() if not line.startswith("#")])

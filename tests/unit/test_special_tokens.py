@@ -242,41 +242,24 @@ def test_a_run_goes_on_with_a_copy_of_its_tokenizer(tmp_path: Path) -> None:
             check_same_run(path, config, CheckpointWeights(path).model)
 
 
-def test_a_run_with_its_own_tokenizer_adds_its_end(tmp_path: Path) -> None:
-    """To the ends that its source has; a resume adds nothing more."""
-    source, own = save_kind(tmp_path / "source", "l3", eos_token="<|end_of_text|>"), save_kind(tmp_path / "own", "l3")
-    _save_json(source.parent, {"generation_config.json": {"eos_token_id": 299, "top_k": 5}})
-    _save_json(source.parent, {"config.json": {"eos_token_id": 299}})
-    assert (
-        json.loads(origin_files(source.parent, Data(tokenizer=str(source)))["generation_config.json"])["eos_token_id"]
-        == 299
-    )
-    folder = source.parent
-    for name in ("one", "two"):
-        out = _export(tmp_path / name, {"tokenizer": str(own)}, folder)
-        folder = tmp_path / name / "run" / "step-1"
-        assert end_ids(folder) == end_ids(out) == [299, 302] and build_tokenizer(str(folder)).eod_id == 302
-        assert json.loads((out / "config.json").read_text())["eos_token_id"] == [299, 302]
-        assert json.loads((out / "generation_config.json").read_text())["top_k"] == 5
-
-
+OF_SOURCE = {"generation_config.json": {"eos_token_id": 298, "top_k": 5}}
 BOTH_ENDS = {"generation_config.json": {"eos_token_id": [302, 299], "temperature": 0.5}}
 
 
-@pytest.mark.parametrize(
-    ("about", "of_source"),
-    [
-        (BOTH_ENDS, None),  # a run from scratch
-        (BOTH_ENDS, {"config.json": {"eos_token_id": 298}}),
-        (
-            BOTH_ENDS,
-            {"config.json": {"eos_token_id": 298}, "generation_config.json": {"eos_token_id": 298, "top_k": 5}},
-        ),
-        ({"config.json": {"eos_token_id": [299, 302]}}, {"config.json": {"eos_token_id": None}}),
-        ({"generation_config.json": {"eos_token_id": 299}}, {"generation_config.json": {"top_k": 5}}),
-    ],
+# Files of the tokenizer's folder and of the source's.
+ENDS: list[tuple[Any, Any]] = [
+    (BOTH_ENDS, None),  # a run from scratch
+    (BOTH_ENDS, {"config.json": {"eos_token_id": 298}}),
+    (BOTH_ENDS, {"config.json": {"eos_token_id": 298}} | OF_SOURCE),
+    ({"config.json": {"eos_token_id": [299, 302]}}, {"config.json": {"eos_token_id": None}}),
+    ({"generation_config.json": {"eos_token_id": 299}}, {"generation_config.json": {"top_k": 5}}),
+]
+OWN_END = {}, {"config.json": {"eos_token_id": 299}, "generation_config.json": {"eos_token_id": 299}}
+
+
+@pytest.mark.parametrize(  # the source's folder has the same tokenizer, or another
+    ("about", "of_source", "same"), [*((*files, same) for files in ENDS for same in (False, True)), (*OWN_END, False)]
 )
-@pytest.mark.parametrize("same", [False, True])  # whether the source's folder has the same tokenizer
 def test_all_ends_of_the_tokenizers_folder_end_texts_everywhere(
     tmp_path: Path, about: dict[str, Any], of_source: dict[str, Any] | None, same: bool
 ) -> None:
@@ -298,7 +281,8 @@ def test_all_ends_of_the_tokenizers_folder_end_texts_everywhere(
         assert {*ends} == wanted and len(ends) == len(wanted)
         folder = run
     to_hugging_face(CheckpointWeights(run), tmp_path / "other", None, 10**9, str(spec))  # to-hf --tokenizer
-    assert stop_ids(build_tokenizer(str(tmp_path / "other")), tmp_path / "other") == {302, 299}
+    own = {302, 299} if about else {302}
+    assert stop_ids(build_tokenizer(str(tmp_path / "other")), tmp_path / "other") == own
 
 
 def test_tokens_of_the_folder_change_what_is_tokenized_already(tmp_path: Path) -> None:
