@@ -21,11 +21,10 @@ from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.loading.open_source import open_source
 from titan_like.data.readers import raw_text
 from titan_like.data.readers.indexed import StoredTokens
-from titan_like.data.source import SPLITS, DataRequest, Source
+from titan_like.data.source import DataRequest, Source
 from titan_like.data.text import long_text, preprocess
 from titan_like.data.text.packed import (
     PackedDataset,
-    TextSource,
     corpus_files,
     open_corpus,
     split_bounds,
@@ -159,17 +158,6 @@ def test_full_disk_is_one_sentence_and_a_later_run_goes_on(tmp_path, monkeypatch
         open_corpus(section, tmp_path / "cache")
     assert documents_of(open_corpus(section, tmp_path / "cache")) == [[*b"earth", EOD]]
     assert not list((tmp_path / "cache").glob("*.unfinished"))
-
-
-def test_corpus_of_one_document_still_has_all_splits(tmp_path):
-    assert bounds_of(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
-    text = "".join(chr(65 + i % 57) for i in range(9_999))  # and one token for its end
-    (tmp_path / "a.txt").write_text(text)
-    section = {"dataset": "text", "paths": [str(tmp_path / "a.txt")]}
-    sources = {split: TextSource(request_of(tmp_path, 64, split, **section)) for split in SPLITS}
-    assert {name: len(source) for name, source in sources.items()} == {"train": 151, "validation": 4, "test": 0}
-    assert sources["validation"][0][0].tolist() == list(text[9690 : 9690 + 64].encode())
-    assert len({source.fingerprint for source in sources.values()}) == 3
 
 
 @pytest.mark.parametrize(

@@ -149,15 +149,6 @@ def test_nothing_larger_than_a_chunk_or_the_output_matrix_is_made(monkeypatch, w
     assert largest.size == 16 * PADDED  # of 48 positions
 
 
-def test_a_second_backward_pass_is_refused():
-    """The first one has scaled the gradients in place."""
-    leaves, labels = some(torch.float32)
-    value = loss_of(leaves, labels)
-    value.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        value.backward()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_never_holds_float32_logits(monkeypatch):

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,35 +132,6 @@ def test_another_job_does_not_go_on_with_an_interrupted_one(tmp_path: Path) -> N
     assert documents(tmp_path / "out") == tokenized([text_of(100, number) for number in range(100)])
 
 
-def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
-    texts = [text_of(3000, number) for number in range(300)]
-    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
-    progress = tmp_path / "out.unfinished" / "progress.json"
-    deadline = time.monotonic() + 120
-    while not progress.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    process.communicate(timeout=60)  # until its workers, which share its stderr, have ended as well
-    assert progress.exists()
-    assert not (tmp_path / "out.idx").exists()
-    done = run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--workers", 2)
-    assert done.returncode == 0, done.stderr
-    assert documents(tmp_path / "out") == tokenized(texts)
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from titan_like.data.text import preprocess
-save = preprocess._Output.save
-preprocess._SECONDS_BETWEEN_REPORTS = 0.0
-preprocess._Output.save = lambda output: (save(output), time.sleep(0.2))
-preprocess.tokenize_files(preprocess.Job([Path(sys.argv[1])], "byte"), Path(sys.argv[2]), num_workers=2)
-"""
-
-
 def run(*options: object) -> subprocess.CompletedProcess[str]:
     return Script("scripts/preprocess_data.py", [*map(str, options)]).wait()
 
@@ -257,8 +227,10 @@ def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None
             tokenize_files(Job([tmp_path / "a.parquet"], "byte", key), tmp_path / key)
 
 
-@pytest.mark.parametrize("place", ["piece 1", "piece 3", "a rename", "the end"])
-def test_an_interruption_loses_and_repeats_nothing(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "workers"), [("piece 1", 0), ("piece 3", 2), ("a rename", 0), ("the end", 0)])
+def test_an_interruption_loses_and_repeats_nothing(
+    place: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where more had been written than the progress says."""
     for name, size in (("_PIECE", 1 << 12), ("_CHUNK", 1 << 10)):
         monkeypatch.setattr(raw_text, name, size)
@@ -280,11 +252,11 @@ def test_an_interruption_loses_and_repeats_nothing(place: str, tmp_path: Path, m
 
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(module, name, stops)
-        tokenize_files(job, tmp_path / "out")
+        tokenize_files(job, tmp_path / "out", workers)
     if name == "add":
         with open(tmp_path / "out.unfinished" / "tokens.bin", "ab") as file:
             file.write(b"half a token")
-    assert tokenize_files(job, tmp_path / "out").documents == 101
+    assert tokenize_files(job, tmp_path / "out", workers).documents == 101
     assert documents(tmp_path / "out") == tokenized([*(text_of(100, number) for number in range(100)), text_of(100)])
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.txt", "out.bin", "out.idx"}
 

@@ -19,7 +19,6 @@ from titan_like.data.objectives.sentence_pairs import PairTokens
 from titan_like.data.readers.raw_text import UnreadableError
 from titan_like.data.source import DataRequest
 from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
-from titan_like.train.job import run_job
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -38,13 +37,6 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(race: Path, settings: dict[str, object]) -> list[str]:
     whole = MODEL | {"data.tokenizer": race / "tokenizer.json"} | settings
     return [f"--{key}={value}" for key, value in whole.items()]
-
-
-def test_splits_have_fingerprints_of_their_own(race: Path, tmp_path: Path) -> None:
-    section = Data(dataset="race", paths=[str(race)], tokenizer=str(race / "tokenizer.json"))
-    requests = [DataRequest(section, split, SEQ, 5, len(VOCABULARY), tmp_path) for split in ("train", "validation")]
-    one, other = map(open_source, requests)
-    assert one.fingerprint != other.fingerprint
 
 
 def test_long_questions_and_passages_are_cut_as_megatron_lm_cuts_them(tmp_path: Path) -> None:
@@ -122,34 +114,3 @@ def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys, pl
         "accuracy_high": right[groups == "high"].mean(),
         "accuracy_middle": right[groups == "middle"].mean(),
     }
-
-
-@pytest.mark.slow
-def test_a_pretrained_model_learns_to_choose(race: Path, tmp_path: Path, capsys) -> None:
-    """Initial weights have a head for tokens and one for pairs. The pooler goes on; the head that chooses is new."""
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(VOCABULARY[7 + n * n % 12] for n in range(3000)))
-    pretraining = {
-        "model.overrides.sentence_head": "pair",
-        "data.dataset": "text",
-        "data.paths": f'["{text}"]',
-        "data.sentence_objective": "sentence_order",
-    }
-    both = {"training.global_batch_size": 64, "training.micro_batch_size": 32, "lr_scheduler.decay": "linear"}
-    both |= {"checkpoint.enable": "true"}
-    start = {"training.steps": 2, "evaluation.interval": 0, "job.dump_folder": tmp_path / "pretrained"}
-    config = load_config(arguments(race, both | pretraining | start))
-    run_job(prepare_run(resolve_settings(config)))
-    tuning = {
-        "data.dataset": "race", "data.paths": f'["{race}"]', "training.steps": 150, "optimizer.lr": 3e-3,
-        "lr_scheduler.warmup_steps": 9, "evaluation.interval": 150, "evaluation.datasets": f'["race={race}/dev"]',
-        "checkpoint.initial_load_path": tmp_path / "pretrained/checkpoint/step-2",
-        "job.dump_folder": tmp_path / "tuned",
-    }  # fmt: skip
-    run_job(prepare_run(resolve_settings(load_config(arguments(race, both | tuning)))))
-    lines = [json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
-    assert "weights from" in capsys.readouterr().out
-    assert lines[0]["choice_loss"] == pytest.approx(1.4, abs=0.3) and lines[0]["loss"] == lines[0]["choice_loss"]
-    accuracy = lines[-1]["race/accuracy"]
-    print(accuracy, lines[-1]["validation_loss"])
-    assert accuracy > 0.4  # of 120 questions; chance is 0.25, with a standard deviation of 0.04

@@ -52,14 +52,6 @@ def test_text_comes_back(text, gpt2_files):
     assert tokenizer.decode([104, 0xFF, 105]) == "h\ufffdi"
 
 
-def test_tokenizer_json(tokenizer_json):
-    tokenizer = build_tokenizer(tokenizer_json(["?", "to", "be", "or", "not", "</s>"]))
-    assert tokenizer.encode("to be or not to fly").tolist() == [1, 2, 3, 4, 1, 0]
-    assert tokenizer.encode("to").dtype == "int64"
-    assert (tokenizer.vocab_size, tokenizer.eod_id) == (6, 5)
-    assert tokenizer.decode([4, 2]) == "not be"
-
-
 def test_a_tokenizer_is_read_again_only_if_its_file_has_changed(tokenizer_json):
     path = tokenizer_json(["?", "to", "be", "</s>"])
     first = build_tokenizer(path)
