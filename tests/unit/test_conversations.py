@@ -35,7 +35,6 @@ from titan_like.data.loading.describe import describe_data
 from titan_like.data.loading.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
-from titan_like.train.rules import resolve_settings
 
 SEQ = 64
 MASKS = ["--data.reset_attention_mask=true", "--data.reset_position_ids=true"]
@@ -322,20 +321,6 @@ def test_other_files_and_a_larger_vocabulary_are_refused(tmp_path: Path) -> None
     spec = save_tokenizer(tmp_path, CHATML)
     with pytest.raises(ConfigError, match=r"it has [0-9]+ tokens, but the model's vocab_size is 300"):
         opened(tmp_path, f"--data.tokenizer={spec}", "--model.overrides.vocab_size=300")
-
-
-def test_only_causal_models_with_masks_are_fine_tuned(tmp_path: Path) -> None:
-    for family in ("bert", "t5"):
-        with pytest.raises(ConfigError, match=f"{family} .* and cannot be fine-tuned on answers"):
-            resolve_settings(config_of(tmp_path, f"--model.family={family}", *(f"{m[:-4]}false" for m in MASKS)))
-    for key in ("reset_attention_mask", "reset_position_ids"):
-        with pytest.raises(ConfigError, match=f"data.{key} = false: conversations share a sample"):
-            resolve_settings(config_of(tmp_path, f"--data.{key}=false"))
-    for key, words in (("prefix_lm", "a random prefix"), ("eod_mask_loss", "an end of document before an answer")):
-        with pytest.raises(ConfigError, match=rf"data\.{key} = true: {words} would take answers out of the loss"):
-            resolve_settings(config_of(tmp_path, f"--data.{key}=true"))
-    for family in ("gpt", "llama", "moe"):
-        resolve_settings(config_of(tmp_path, f"--model.family={family}"))
 
 
 def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:

@@ -9,13 +9,12 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.unit.tokenizer_cases import llama_2, trained
-from titan_like.config import ConfigError, load_config
+from titan_like.config import ConfigError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.objectives.masked_tokens import MaskedTokens
 from titan_like.data.objectives.masks import masks_of
 from titan_like.data.text.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
-from titan_like.train.rules import resolve_settings
 
 BERT = BertConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=258, max_seq_len=8)
 
@@ -96,12 +95,4 @@ def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
         masks_of(JobConfig(data=Data(tokenizer=file)), BERT)
     with pytest.raises(ConfigError, match=r"its mask token is 257.*vocab_size is 257.*vocab_size to 258"):
         masks_of(JobConfig(), BERT.model_copy(update={"vocab_size": 257}))
-    for family, setting, words in (
-        ("gpt", "mlm_whole_words", "gpt predicts the next token, which this does not change"),
-        ("bert", "prefix_lm", "bert has only bidirectional attention over whole samples"),
-        ("bert", "eod_mask_loss", "bert predicts masked tokens, never the first token of the next doc"),
-    ):
-        config = load_config([f"--model.family={family}", "--training.steps=1", f"--data.{setting}=true"])
-        with pytest.raises(ConfigError, match=words):
-            resolve_settings(config, 1)
     assert isinstance(masks_of(JobConfig(), BERT).objective, MaskedTokens)

@@ -7,10 +7,14 @@ import pytest
 from titan_like.config import ConfigError, load_config
 from titan_like.train.rules import resolve_settings
 
-LATENT = "--model.family=decoder --model.flavor=debug_latent --model.overrides"
+SHORT = {
+    "--LATENT": "--model.family=decoder --model.flavor=debug_latent --model.overrides",
+    "--BERT.": "--model.family=bert --model.overrides.",
+    "--BERT ": "--model.family=bert ",
+    "--CHATS": "--data.dataset=conversations --data.paths=chats.jsonl",
+}
 # Processes and settings => parts of the sentence. A run has one step where its length is not set.
-REFUSED = (
-    """
+REFUSED = """
 # models
 1 --model.family=gtp => model.family ; "gtp" ; did you mean gpt?
 1 --model.flavor=debgu => model.flavor ; "debgu" ; did you mean debug?
@@ -131,6 +135,34 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=t5 --data.mlm_max_ngram=3 => which this does not change; leave it out, or train bert
 1 --model.family=t5 --evaluation.interval=1 '--evaluation.datasets=["text=README.md"]' \
 => t5 predicts removed spans, but these predict the next token
+1 --model.family=gpt --data.noise_density=0.2 => gpt predicts the next token, which this does not change ; train t5
+1 --model.family=gpt --data.mean_noise_span_length=5 => gpt predicts the next token, which this does not change
+1 --model.family=gpt --training.decoder_seq_len=64 => gpt predicts the next token, which this does not change
+1 --model.family=gpt --data.mlm_whole_words=true => gpt predicts the next token, which this does not change
+1 --model.family=bert --data.prefix_lm=true => bert has only bidirectional attention over whole samples
+1 --model.family=bert --data.eod_mask_loss=true => bert predicts masked tokens, never the first token of the next doc
+# pairs of sentences and questions
+1 --model.family=gpt --data.sentence_objective=sentence_order => needs a head for pairs of sentences
+1 --BERT --data.sentence_objective=sentence_order => set model.overrides.sentence_head to "pair"
+1 --BERT.sentence_head=pair => nothing trains this head; set data.sentence_objective to "sentence_order"
+1 --BERT.sentence_head=choice => data.dataset = "stdlib": race and sentence_head "choice" go together
+1 --BERT --data.dataset=race => data.dataset = "race": race and sentence_head "choice" go together
+1 --BERT.sentence_head=pair --data.sentence_objective=sentence_order --training.seq_len=4 \
+=> two sentences need 5 tokens; use at least that
+1 --BERT.sentence_head=choice --data.dataset=race --training.micro_batch_size=6 --training.global_batch_size=24 \
+=> a question is 4 samples ; multiple
+1 --BERT.sentence_head=choice --model.overrides.tied_embeddings=true => has no output matrix to tie; set tied_emb
+1 --BERT.sentence_head=pair --data.sentence_objective=sentence_order --model.overrides.num_token_types=1 \
+=> needs two token types; set num_token_types
+# conversations
+1 --CHATS --model.family=bert => bert ; and cannot be fine-tuned on answers
+1 --CHATS --model.family=t5 => t5 ; and cannot be fine-tuned on answers
+1 --CHATS --data.reset_position_ids=true => data.reset_attention_mask = false: conversations share a sample
+1 --CHATS --data.reset_attention_mask=true => data.reset_position_ids = false: conversations share a sample
+1 --CHATS --data.reset_attention_mask=true --data.reset_position_ids=true --data.prefix_lm=true \
+=> data.prefix_lm = true: a random prefix would take answers out of the loss
+1 --CHATS --data.reset_attention_mask=true --data.reset_position_ids=true --data.eod_mask_loss=true \
+=> data.eod_mask_loss = true: an end of document before an answer would take answers out of the loss
 # pipelines
 2 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_schedule=interleaved_1f1b \
 => pipeline_schedule ; virtual_stages_per_rank of at least 2 ; use 1f1b
@@ -192,15 +224,14 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --activation_checkpoint.mode=budget --activation_checkpoint.budget=0 --compile.enable=true \
 --model.overrides.dropout=0.1 => activation_checkpoint.mode ; dropout = 0 (it is 0.1)
 1 --activation_checkpoint.mode=selective --activation_checkpoint.offload=true => activation_checkpoint.offload ; compile
-""".replace("\\\n", "")
-    .replace("--LATENT", LATENT)
-    .strip()
-)
+""".replace("\\\n", "").strip()
 
 
 @pytest.mark.parametrize("case", [line for line in REFUSED.splitlines() if not line.startswith("#")])
 def test_what_rules_refuse(case: str) -> None:
     given, _, words = case.partition("=> ")
+    for name, long in SHORT.items():
+        given = given.replace(name, long)
     processes, *settings = shlex.split(given)
     has_length = any(
         word.startswith(("--training.s", "--training.tokens", "--training.e")) and "seq" not in word

@@ -14,7 +14,6 @@ from titan_like.data.source import IGNORED_LABEL
 from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import TransformerConfig
-from titan_like.train.rules import resolve_settings
 
 END, FIRST, SEPARATOR, PADDING = 256, 258, 259, 260
 SEQ, DOCUMENT = 60, 1000
@@ -66,25 +65,9 @@ def test_what_has_no_pairs_is_one_sentence(tmp_path) -> None:
         run_masks(Data(tokenizer=str(tmp_path / "t.json"), sentence_objective="sentence_order"), 0, BERT)
     with pytest.raises(ConfigError, match=r"\[PAD\] are 258, 259, 260, but the model's vocab_size is 260; .* to 261"):
         run_masks(Data(sentence_objective="sentence_order"), 0, BERT.model_copy(update={"vocab_size": 260}))
-    order, pair = "--data.sentence_objective=sentence_order", "--model.overrides.sentence_head=pair"
-    choice = "--model.overrides.sentence_head=choice"
-    for family, settings, words in (
-        ("gpt", [order], "needs a head for pairs of sentences"),
-        ("bert", [order], 'set model.overrides.sentence_head to "pair"'),
-        ("bert", [pair], 'nothing trains this head; set data.sentence_objective to "sentence_order"'),
-        ("bert", [choice], 'data.dataset = "stdlib": race and sentence_head "choice" go together'),
-        ("bert", ["--data.dataset=race"], 'data.dataset = "race": race and sentence_head "choice" go together'),
-        ("bert", [pair, order, "--training.seq_len=4"], "two sentences need 5 tokens; use at least that"),
-        ("bert", [choice, "--data.dataset=race", "--training.micro_batch_size=6"], "a question is 4 samples.*multiple"),
-        ("bert", [choice, "--model.overrides.tied_embeddings=true"], "has no output matrix to tie; set tied_emb"),
-        ("bert", [pair, order, "--model.overrides.num_token_types=1"], "needs two token types; set num_token_types"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            batch = ["--training.steps=1", "--training.global_batch_size=24"]
-            resolve_settings(load_config([f"--model.family={family}", *batch, *settings]), 1)
     (tmp_path / "text.jsonl").write_text('{"text": "some text for a stream"}\n' * 99)
     stream = [f"--data.paths={tmp_path}/text.jsonl", "--data.dataset=hf", "--data.num_readers=1", "--training.steps=1"]
     stream += [f"--job.dump_folder={tmp_path}", "--training.seq_len=16", "--evaluation.interval=0"]
-    assert open_data(load_config([*stream, order]), BERT)
+    assert open_data(load_config([*stream, "--data.sentence_objective=sentence_order"]), BERT)
     with pytest.raises(ConfigError, match="a stream is read in order"):
         open_data(load_config([*stream, "--data.sentence_objective=next_sentence"]), BERT)

@@ -12,7 +12,6 @@ from titan_like.data.loading.lengths import SampleLength, raw_length, sample_len
 from titan_like.data.objectives.masks import masks_of
 from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.models.config import TransformerConfig
-from titan_like.train.rules import resolve_settings
 
 END, PAD, FIRST = ByteTokenizer.eod_id, ByteTokenizer.pad_id, 259  # the first sentinel
 
@@ -89,10 +88,3 @@ def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
     assert "training.decoder_seq_len = 113: the targets of 512 encoder positions need 114" in told
     told = refusal(data={"noise_density": 0.7, "mean_noise_span_length": 1.0})
     assert "data.noise_density = 0.7: " in told and "raise data.mean_noise_span_length" in told
-
-
-def test_its_settings_are_refused_elsewhere() -> None:
-    for setting in ("data.noise_density=0.2", "data.mean_noise_span_length=5", "training.decoder_seq_len=64"):
-        config = load_config([f"--{setting}", "--training.steps=1"])
-        with pytest.raises(ConfigError, match=r"gpt predicts the next token, which this does not change; .*train t5"):
-            resolve_settings(config, 1)
