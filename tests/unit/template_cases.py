@@ -75,10 +75,6 @@ QWEN3 = (
     + END
     + QWEN_PROMPT.replace("THOUGHT", "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}")
 )
-PHI3 = (
-    LOOP + "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}"
-    "{% endif %}" + END + "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
 LLAMA31 = (
     "{{ bos_token }}{% set system = '' %}{% if messages[0].role == 'system' %}"
     "{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}{% endif %}"
@@ -214,16 +210,6 @@ def _qwen(messages: list[Message], said: Any) -> Pieces:
         yield "\n", False
 
 
-def phi3(messages: list[Message], **_: Any) -> Pieces:
-    for message in messages:
-        if message["role"] == "tool" or calls_of(message):
-            raise RefusedError
-        yield f"<|{message['role']}|>\n", False
-        yield f"{message['content']}<|end|>", message["learn"]
-        yield "\n", False
-    yield "<|endoftext|>", False
-
-
 def llama31(messages: list[Message], **_: Any) -> Pieces:
     has_system = messages[0]["role"] == "system"
     yield "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n", False
@@ -332,7 +318,6 @@ def gemma(messages: list[Message], **_: Any) -> Pieces:
 PUBLISHED: dict[str, tuple[str, Any, list[str]]] = {
     "qwen2.5": (QWEN25, qwen25, ["<|im_end|>", "<|endoftext|>"]),
     "qwen3": (QWEN3, qwen3, ["<|im_end|>", "<|endoftext|>"]),
-    "phi3": (PHI3, phi3, ["<|endoftext|>", "<|assistant|>", "<|end|>"]),
     "llama3.1": (LLAMA31, llama31, ["<|endoftext|>", "<|eot_id|>"]),
     "glm4": (GLM4, glm4, ["<|endoftext|>", "<|user|>", "<|observation|>"]),
     "deepseek_r1": (DEEPSEEK_R1, deepseek_r1, ["<｜end▁of▁sentence｜>"]),

@@ -37,8 +37,11 @@ def expected_of(leaves, labels):
     return loss.item(), [one if one is None else one.grad for one in exact]
 
 
-@pytest.mark.parametrize("chunk", [PADDED, 11 * PADDED, 1 << 25], ids=["48 chunks", "5 chunks", "1 chunk"])
-@pytest.mark.parametrize("block_bytes", [1, 5 * 8 * PADDED, 4 << 20], ids=["a row", "5 to 20 rows", "all"])
+@pytest.mark.parametrize(
+    ("chunk", "block_bytes"),
+    [(PADDED, 4 << 20), (11 * PADDED, 1), (11 * PADDED, 5 * 8 * PADDED), (1 << 25, 5 * 8 * PADDED), (1 << 25, 4 << 20)],
+    ids=["48 chunks", "5 chunks by row", "5 chunks by 5 to 20 rows", "1 chunk by 5 to 20 rows", "1 chunk"],
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "largest"),

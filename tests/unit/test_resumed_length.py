@@ -65,13 +65,18 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in SCHEDULES}
 
 
-@pytest.mark.parametrize("length", [{"training.samples": SAMPLES}, {"training.tokens": SAMPLES * SEQ_LEN + 3}])
+IN_SAMPLES, IN_TOKENS = {"training.samples": SAMPLES}, {"training.tokens": SAMPLES * SEQ_LEN + 3}
+
+
 @pytest.mark.parametrize(
-    ("name", "step", "batch", "steps"),
-    [("cosine", 10, 16, 15), ("cosine", 10, 4, 30), ("cosine", 2, 4, 38), ("wsd", 12, 4, 28), ("wsd", 12, 32, 14)],
-)
+    ("name", "step", "batch", "steps", "length"),
+    [
+        ("cosine", 10, 16, 15, IN_SAMPLES), ("cosine", 10, 4, 30, IN_TOKENS), ("cosine", 2, 4, 38, IN_SAMPLES),
+        ("wsd", 12, 4, 28, IN_SAMPLES), ("wsd", 12, 32, 14, IN_TOKENS),
+    ],
+)  # fmt: skip
 def test_a_run_with_another_batch_size_ends_after_its_samples_on_the_same_schedule(
-    begun: dict[str, Path], tmp_path: Path, name: str, step: int, batch: int, steps: int, length: dict[str, object]
+    begun: dict[str, Path], tmp_path: Path, name: str, step: int, batch: int, steps: int, length: dict[str, int]
 ) -> None:
     dump = tmp_path / "out"
     shutil.copytree(begun[name], dump)
@@ -102,7 +107,7 @@ def test_a_run_with_another_batch_size_ends_after_its_samples_on_the_same_schedu
 def test_bugs_are_found(begun: dict[str, Path], tmp_path: Path, bug: Prepare) -> None:
     test = test_a_run_with_another_batch_size_ends_after_its_samples_on_the_same_schedule
     with bug(), pytest.raises(AssertionError):
-        test(begun, tmp_path, "cosine", 10, 16, 15, {"training.samples": SAMPLES})
+        test(begun, tmp_path, "cosine", 10, 16, 15, IN_SAMPLES)
 
 
 def test_the_schedule_survives_several_changes_of_the_batch_size(begun: dict[str, Path], tmp_path: Path) -> None:
