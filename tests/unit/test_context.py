@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from titan_like.data.batch import Batch
 from titan_like.models.layers.attention import AttentionCore
-from titan_like.models.layers.key_ranges import block_mask
+from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.context import RingCore, apply_context_parallel
+from titan_like.parallel.context import CPShard, RingCore, apply_context_parallel
 from titan_like.parallel.cp_attention import attention, shard_positions
 from titan_like.parallel.extend import extend
 
@@ -22,6 +23,34 @@ def test_shards_have_every_position_once_and_equal_work(size: int) -> None:
     assert torch.cat(shards).sort().values.equal(torch.arange(length))
     work = torch.stack([(own + 1).sum() for own in shards]).double()  # pairs of a query and a key that it sees
     assert work.max() / work.mean() == 1
+
+
+def test_a_shard_keeps_positions_masks_and_labels_of_its_tokens() -> None:
+    tokens, order = torch.arange(100, 116)[None], torch.arange(16)[None]
+    mask = KeyRanges(order // 4 * 4, order + 1)
+    sample_labels, factors = torch.tensor([3]), torch.ones(2)
+    whole = Batch(tokens, tokens + 1, order % 4, mask, padding_mask=tokens >= 110, sample_labels=sample_labels)
+    whole = whole._replace(loss_factors=factors)
+    cut = CPShard(2, 1, "all_gather").shard(whole)
+    assert cut.padding_mask is not None and cut.padding_mask.tolist() == [[False] * 6 + [True] * 2]
+    assert cut.tokens.tolist() == [list(range(104, 112))] and cut.labels is not None
+    assert cut.labels.tolist() == [list(range(105, 113))]
+    assert cut.positions is not None and cut.positions.tolist() == [[0, 1, 2, 3] * 2]
+    assert cut.document_mask is not None and cut.document_mask.first.tolist() == [[4] * 4 + [8] * 4]
+    assert cut.document_mask.end.tolist() == [list(range(5, 13))]
+    assert cut.sample_labels is sample_labels and cut.loss_factors is factors
+    cut = CPShard(2, 0, "ulysses").shard(Batch(tokens, document_mask=mask))
+    assert cut.document_mask is mask and cut.positions is not None
+    assert cut.positions.tolist() == [*range(4), *range(12, 16)]
+
+
+def test_an_encoder_and_a_decoder_are_sharded_apart() -> None:
+    tokens = torch.arange(12)[None]  # 8 of the encoder
+    cut = CPShard(2, 0, "all_gather").shard(Batch(tokens, tokens, encoder_len=8))
+    assert cut.labels is not None
+    assert cut.tokens.tolist() == cut.labels.tolist() == [[0, 1, 6, 7, 8, 11]]
+    assert cut.encoder_len == 4 and cut.document_mask is None
+    assert cut.positions is not None and cut.positions.tolist() == [0, 1, 6, 7, 0, 3]
 
 
 def test_blocks_of_a_shard_of_queries_say_what_they_see() -> None:
