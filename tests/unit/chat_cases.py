@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,21 @@ TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED}
 WORDS = "the sum of two numbers is what you get when they are added 0 1 2 3 4 5 6 7 8 9".split()  # noqa: SIM905
 
 
-def save_tokenizer(folder: Path, template: str | None, text: str = " ".join(WORDS), **parts: Any) -> Path:
+def save_tokenizer(folder: Path, template: str | None, text: str = " ".join(WORDS), post_processor: Any = None) -> Path:
     """A byte-level BPE with special tokens, as transformers saves it; the path of its tokenizer.json."""
-    parts |= {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
-    tokenizer = trained(models.BPE(), [text] * 20, VOCAB_SIZE, SPECIAL, **parts)
+    tokenizer = Tokenizer.from_str(_tokenizer_json(text))
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     saved.chat_template = template
     saved.save_pretrained(folder)
     return folder / "tokenizer.json"
+
+
+@cache
+def _tokenizer_json(text: str) -> str:
+    parts: dict[str, Any] = {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
+    return trained(models.BPE(), [text] * 20, VOCAB_SIZE, SPECIAL, **parts).to_str()
 
 
 def prepended() -> Tokenizer:

@@ -6,10 +6,11 @@ whether it is learned. It knows nothing of how the product finds answers.
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.tokenizer_cases import ALPHABET, BYTES, CORPUS, trained
@@ -337,11 +338,7 @@ SPECIAL_TOKENS = [
 
 def save_published(folder: Path, name: str) -> Path:
     """A folder with a published template, its special tokens and the ends that it names; the tokenizer.json."""
-    template, _, ends = PUBLISHED[name]
-    parts: dict[str, Any] = {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
-    tokenizer = trained(models.BPE(), CORPUS, 300, **parts)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN_TOKENS])
+    (template, _, ends), tokenizer = PUBLISHED[name], Tokenizer.from_str(_tokenizer_json())
     roles = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>"}
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     saved.chat_template = template
@@ -349,3 +346,12 @@ def save_published(folder: Path, name: str) -> Path:
     ids = {"eos_token_id": [tokenizer.token_to_id(end) for end in ends]}
     (folder / "generation_config.json").write_text(json.dumps(ids))
     return folder / "tokenizer.json"
+
+
+@cache
+def _tokenizer_json() -> str:
+    parts: dict[str, Any] = {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
+    tokenizer = trained(models.BPE(), CORPUS, 300, **parts)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN_TOKENS])
+    return tokenizer.to_str()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ def save_kind(folder: Path, kind: str, **about: Any) -> Path:
     tokenizer, config = {"spm": _spm, "l3": _l3, "chatml": _chatml}[kind]()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | about
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    common = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | common | about))
     return folder / "tokenizer.json"
 
 
@@ -51,6 +52,7 @@ def llama_2(texts: Sequence[str], size: int, special: Sequence[str] = ("<unk>", 
     return tokenizer
 
 
+@cache
 def _spm() -> tuple[Tokenizer, dict[str, Any]]:
     tokenizer = llama_2(CORPUS, 120)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -60,6 +62,7 @@ def _spm() -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {"bos_token": "<s>", "eos_token": eos | {"single_word": False}, "unk_token": "<unk>"}
 
 
+@cache
 def _l3() -> tuple[Tokenizer, dict[str, Any]]:
     names = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     tokenizer = _byte_level(names)
@@ -69,6 +72,7 @@ def _l3() -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {"bos_token": names[0], "eos_token": names[4]}
 
 
+@cache
 def _chatml() -> tuple[Tokenizer, dict[str, Any]]:
     tokenizer = _byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
