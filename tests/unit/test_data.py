@@ -5,7 +5,6 @@ import pickle
 import threading
 from dataclasses import replace
 from multiprocessing import active_children
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from titan_like.data.readers.indexed import StoredTokens
 from titan_like.data.source import DataRequest, Source
 from titan_like.data.text import long_text, preprocess
 from titan_like.data.text.packed import (
-    PackedDataset,
     corpus_files,
     open_corpus,
     split_bounds,
@@ -38,10 +36,6 @@ EOD = ByteTokenizer.eod_id
 
 def request_of(folder, seq_len=5, split="validation", seed=0, vocab_size=257, **section):
     return DataRequest(Data(**section), split, seq_len, seed, vocab_size, folder / "cache")
-
-
-def packed(tokens, seq_len, split="validation", seed=0):
-    return PackedDataset(request_of(Path(), seq_len, split, seed), tokens)
 
 
 def corpus_of(folder, files, **settings):

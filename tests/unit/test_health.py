@@ -5,22 +5,21 @@ import random
 import signal
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.unit.hugging_face_cases import gpt_config, random_model, save_checkpoint
 from tests.unit.plain_loop import logged, prepared, run_settings
+from tests.unit.record_cases import write_indexed
 from titan_like.commands import evaluate
 from titan_like.config.errors import RunError
 from titan_like.config.monitoring import Health
 from titan_like.data.batch import Batch, without_labels
-from titan_like.data.readers.indexed import DTYPES, IndexedWriter
 from titan_like.data.source import Source
 from titan_like.metrics.writers import JsonLinesWriter, RunEnd
 from titan_like.parallel.model import LossFunction, WholeModel
@@ -28,6 +27,14 @@ from titan_like.train.health import LossWatch, robust_z
 from titan_like.train.job import process_group, run_job
 from titan_like.train.signals import StopSignals
 from titan_like.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> Iterator[None]:
+    """A run that fails leaves its process group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 63, 64])
@@ -209,11 +216,7 @@ def short_run(folder: Path, **changes: object) -> dict[str, object]:
 
 def ends(folder: Path) -> str:
     """Data without anything but ends of documents, as a setting."""
-    with IndexedWriter(folder / "ends", DTYPES[8]) as writer:
-        for _ in range(2000):
-            writer.add(np.array([256] * 9))
-            writer.end_document()
-    return f'["{folder}/ends"]'
+    return f'["{write_indexed(folder / "ends", [[[256] * 9]] * 2000)}"]'
 
 
 def test_held_out_text_without_labels_is_one_sentence(tmp_path: Path) -> None:
@@ -222,11 +225,8 @@ def test_held_out_text_without_labels_is_one_sentence(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "run", random_model(shape), model=section)
     data = ["--data.dataset=indexed", f"--data.paths={ends(tmp_path)}", "--data.eod_mask_loss=true"]
     data += ["--data.split=0,1,0", "--training.seq_len=32", "--training.steps=1", f"--job.dump_folder={tmp_path}"]
-    try:
-        with pytest.raises(RunError, match=r"^the samples of validation have no labels: .*; look at the data$"):
-            evaluate.main([f"--checkpoint={path}", "--task=validation", *data])
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(RunError, match=r"^the samples of validation have no labels: .*; look at the data$"):
+        evaluate.main([f"--checkpoint={path}", "--task=validation", *data])
 
 
 @pytest.mark.parametrize(
@@ -241,11 +241,8 @@ def test_held_out_text_without_labels_is_one_sentence(tmp_path: Path) -> None:
 def test_a_batch_of_special_tokens_alone_says_so(tmp_path: Path, changes: dict[str, object]) -> None:
     data = {"data.dataset": "indexed", "data.paths": ends(tmp_path), "health.skip_nonfinite": "false"}
     run = prepared(short_run(tmp_path) | data | changes)
-    try:
-        with pytest.raises(RunError) as error:
-            run_job(run)
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(RunError) as error:
+        run_job(run)
     assert str(error.value).startswith(f"the {NO_LABELS.format(1)}; look at the data or raise training.global_batch_s")
     assert "optimizer.lr" not in str(error.value)
 
@@ -315,12 +312,8 @@ def test_trackers_are_told_how_the_run_ended(
     """test_trackers.py has what they make of it."""
     run, stop, ends = prepared(short_run(tmp_path, **changes)), StopSignals(), list[RunEnd]()
     monkeypatch.setattr(JsonLinesWriter, "close", lambda _, told: ends.append(told))
-    try:
-        with pytest.raises(RunError) if end.reason else nullcontext():
-            run_job(run, stop, lambda _: setattr(stop, "received", end.signal))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with pytest.raises(RunError) if end.reason else nullcontext():
+        run_job(run, stop, lambda _: setattr(stop, "received", end.signal))
     (told,) = ends
     assert told._replace(reason="") == end._replace(reason="") and told.reason.startswith(end.reason)
 

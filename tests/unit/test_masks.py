@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,10 +17,7 @@ from titan_like.config.load import load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.config.schema import Model as ModelSection
 from titan_like.data.batch import Batch
-from titan_like.data.loading.open_source import open_source
 from titan_like.data.objectives.masks import Masks, masks_of
-from titan_like.data.readers.indexed import IndexedWriter
-from titan_like.data.source import DataRequest, Source
 from titan_like.models.layers.attention import AttentionCore, flex_attention
 from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.interval_attention import Scores, interval_attention
@@ -238,38 +234,6 @@ def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     kibibytes = int(done.stdout)
     assert 0 < kibibytes < 256 << 10, f"{kibibytes / 1024:.0f} MiB"  # a byte for every pair would be 1 GiB
-
-
-def write(prefix: Path, *documents: list[int]) -> str:
-    with IndexedWriter(prefix, np.dtype(np.int32)) as writer:
-        for document in documents:
-            writer.add(np.array(document))
-            writer.end_document()
-    return str(prefix)
-
-
-def test_masks_need_documents_that_end_with_the_tokenizers_token(tmp_path: Path) -> None:
-    paths = {end: write(tmp_path / str(end), *[[1, 2, 3, end]] * 40) for end in (256, 4)}
-
-    def opened(end: int, **settings: object) -> Source:
-        section = Data(dataset="indexed", paths=[paths[end]], **settings)  # type: ignore[arg-type]
-        return open_source(DataRequest(section, "train", 8, 0, 257, tmp_path))
-
-    assert len(opened(256, reset_attention_mask=True)) and len(opened(4, prefix_lm=True))
-    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
-        with pytest.raises(ConfigError, match=r"do not end with token 256.*data\.tokenizer.*--append_eod"):
-            opened(4, **{key: True})
-
-
-@pytest.mark.parametrize("wrong", [257, -7])
-def test_a_token_that_the_model_has_not_is_named(tmp_path: Path, wrong: int) -> None:
-    path = write(tmp_path / "a", [1] * 200, [*[2] * 100, wrong, *[2] * 100])
-    section = Data(dataset="indexed", paths=[path], split="1,0,0")
-    source = open_source(DataRequest(section, "train", 8, 0, 257, tmp_path))
-    with pytest.raises(ConfigError, match=rf"data\.paths.*contains the token {wrong}.*vocab_size is 257") as error:
-        for index in range(len(source)):
-            source[index]
-    assert path in str(error.value)
 
 
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 2.0, False), (70, 0.0, True), (70, 2.0, True)])

@@ -16,7 +16,7 @@ from titan_like.models.bert.config import BertConfig
 from titan_like.models.config import TransformerConfig
 
 END, FIRST, SEPARATOR, PADDING = 256, 258, 259, 260
-SEQ, DOCUMENT = 60, 1000
+SEQ = 60
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 261, "max_seq_len": SEQ}
 BERT = BertConfig.model_validate(SHAPE | {"sentence_head": "pair"})
 

@@ -10,10 +10,8 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.loading.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
 from titan_like.data.objectives.masks import masks_of
-from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.models.config import TransformerConfig
-
-END, PAD, FIRST = ByteTokenizer.eod_id, ByteTokenizer.pad_id, 259  # the first sentinel
 
 
 class EncoderDecoder(TransformerConfig):

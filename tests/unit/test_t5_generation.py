@@ -14,7 +14,7 @@ from titan_like.data.objectives.span_corruption import decode_with_sentinels, en
 from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.hugging_face.convert import to_hugging_face
 
-START, NO_END, NEW_TOKENS = 0, 1, 24
+NEW_TOKENS = 24
 
 
 def test_an_exported_byte_model_writes_what_generate_py_prints(tmp_path: Path) -> None:
