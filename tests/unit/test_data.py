@@ -72,27 +72,6 @@ def test_only_the_file_s_beginning_has_a_byte_order_mark(tmp_path, monkeypatch):
         corpus_of(tmp_path, {"b.jsonl": b'{"text": ""}\n\xef\xbb\xbf{"text": ""}\n'})
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.txt", b"", ["a.txt", "empty"]),
-        ("a.txt", b"abc\xff", ["a.txt", "byte 3", "UTF-8"]),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl:2", "not JSON"]),
-        ("a.jsonl", b'{"text": "x"}\n\n{"body": "x"}\n', ["a.jsonl:3", '"text"', "data.text_key"]),
-        ("a.jsonl", b'["text"]\n', ["a.jsonl:1", "data.text_key"]),
-        ("a.jsonl", b'{"text": 5}\n', ["a.jsonl:1", "data.text_key"]),
-        ("a.jsonl", b'{"text": "\\ud83d"}\n', ["a.jsonl:1", "surrogate"]),
-        ("a.jsonl", b"\n\n", ["a.jsonl", "no document"]),
-    ],
-)
-def test_bad_text_is_refused_and_leaves_no_cache(tmp_path, name, content, words):
-    for _ in range(2):  # the second time must not find half a token file
-        with pytest.raises(ConfigError) as error:
-            corpus_of(tmp_path, {name: content})
-        for word in ["data.paths", *words]:
-            assert word in str(error.value)
-
-
 def test_missing_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.paths = .*no\*\.txt.*no such file"):
         corpus_files(Data(dataset="text", paths=[str(tmp_path / "no*.txt")]))

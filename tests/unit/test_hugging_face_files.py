@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
 
 from tests.e2e.scripts import run_here
 from tests.float64 import bound, in_float64
@@ -25,6 +24,7 @@ from tests.unit.hugging_face_cases import (
     save_checkpoint,
     t5_config,
 )
+from tests.unit.tokenizer_cases import save_gpt2
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.commands.convert import main
 from titan_like.config import load_config
@@ -249,9 +249,7 @@ def test_import_of_a_folder_without_tokenizer_json(tmp_path, capsys):
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     with pytest.raises(ConfigError, match=r"^data\.tokenizer = \(not set\): .*/step-0 has no tokenizer"):
         load_config(["--job.config_file", f"{tmp_path}/run.toml"])
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    (tmp_path / "hf" / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "<|endoftext|>"])}))
-    (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n")
+    save_gpt2(tmp_path / "hf")
     convert("from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "gpt2")
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     spec = load_config(["--job.config_file", f"{tmp_path}/run.toml"]).data.tokenizer
@@ -263,10 +261,7 @@ def test_import_of_a_folder_without_tokenizer_json(tmp_path, capsys):
 
 def test_gpt2_files_come_along(tmp_path):
     """test_special_tokens.py has those of a tokenizer.json."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    (tmp_path / "v.json").write_text(json.dumps({t: i for i, t in enumerate([*alphabet, "he", "<|endoftext|>"])}))
-    (tmp_path / "m.txt").write_text("#version: 0.2\nh e\n")
-    spec = f"gpt2:{tmp_path}/v.json,{tmp_path}/m.txt"
+    spec, _ = save_gpt2(tmp_path, [("h", "e")])
     save_checkpoint(tmp_path / "run", random_model(MODELS["llama"]).float(), data={"tokenizer": spec})
     convert("to-hf", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), build_tokenizer(spec)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from tests.unit.tokenizer_cases import llama_2, trained
+from tests.unit.tokenizer_cases import llama_2, save_words, trained
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.objectives.masked_tokens import MaskedTokens
@@ -89,8 +89,7 @@ def test_tokens_that_do_not_tell_words_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_masked_is_one_sentence(tmp_path) -> None:
-    file = str(tmp_path / "tokenizer.json")
-    Tokenizer(models.BPE({"</s>": 0, "a": 1}, [])).save(file)
+    file = save_words(tmp_path, ["</s>", "a"])
     with pytest.raises(ConfigError, match=r"data.tokenizer.*has no mask token.*use a tokenizer with \[MASK\]"):
         masks_of(JobConfig(data=Data(tokenizer=file)), BERT)
     with pytest.raises(ConfigError, match=r"its mask token is 257.*vocab_size is 257.*vocab_size to 258"):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 
+from tests.unit.tokenizer_cases import save_words
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.batch import Batch
@@ -58,11 +58,10 @@ def run_masks(section: Data, seed: int, model: TransformerConfig) -> Masks:
 
 
 def test_what_has_no_pairs_is_one_sentence(tmp_path) -> None:
-    tokens = ["</s>", "<mask>", "a"]
-    Tokenizer(models.BPE({token: n for n, token in enumerate(tokens)}, [])).save(str(tmp_path / "t.json"))
+    words = save_words(tmp_path, ["</s>", "<mask>", "a"])
     assert (build_tokenizer("byte").pair_ids, ByteTokenizer.vocab_size) == ((FIRST, SEPARATOR, PADDING), 257)
     with pytest.raises(ConfigError, match=r"data.tokenizer.*has no \[CLS\] and \[SEP\].*use a tokenizer with these"):
-        run_masks(Data(tokenizer=str(tmp_path / "t.json"), sentence_objective="sentence_order"), 0, BERT)
+        run_masks(Data(tokenizer=words, sentence_objective="sentence_order"), 0, BERT)
     with pytest.raises(ConfigError, match=r"\[PAD\] are 258, 259, 260, but the model's vocab_size is 260; .* to 261"):
         run_masks(Data(sentence_objective="sentence_order"), 0, BERT.model_copy(update={"vocab_size": 260}))
     (tmp_path / "text.jsonl").write_text('{"text": "some text for a stream"}\n' * 99)

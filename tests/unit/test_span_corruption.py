@@ -4,8 +4,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
 
+from tests.unit.tokenizer_cases import save_words
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.loading.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
@@ -54,16 +54,11 @@ def test_lengths_of_the_paper_s_run() -> None:
     assert sample_length(longer, MODEL) == SampleLength(568, 512, 128)
 
 
-def tokenizer_file(folder: Path, tokens: list[str]) -> str:
-    Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, [])).save(str(folder / "t.json"))
-    return str(folder / "t.json")
-
-
 def test_sentinels_and_padding_of_tokenizers(tmp_path: Path) -> None:
     ours = build_tokenizer("byte")
     assert (ours.pad_id, ours.sentinel_ids) == (258, list(range(259, 359)))
     tokens = ["<pad>", "</s>", "a", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "<extra_id_4>"]
-    theirs = build_tokenizer(tokenizer_file(tmp_path, tokens))
+    theirs = build_tokenizer(save_words(tmp_path, tokens))
     assert (theirs.pad_id, theirs.eod_id, theirs.sentinel_ids) == (0, 1, [5, 4, 3])
 
 
@@ -73,10 +68,10 @@ def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
             masks_of(JobConfig.model_validate(values), model)
         return str(error.value)
 
-    few = tokenizer_file(tmp_path, ["<pad>", "</s>", "<extra_id_0>"])
+    few = save_words(tmp_path, ["<pad>", "</s>", "<extra_id_0>"])
     told = refusal(data={"tokenizer": few}, training={"seq_len": 512})
     assert "has 1 sentinels" in told and "each of a sample's 28 spans needs one" in told
-    no_padding = tokenizer_file(tmp_path, ["</s>", *(f"<extra_id_{number}>" for number in range(9))])
+    no_padding = save_words(tmp_path, ["</s>", *(f"<extra_id_{number}>" for number in range(9))])
     assert "has no padding token" in refusal(data={"tokenizer": no_padding}, training={"seq_len": 64})
     small = MODEL.model_copy(update={"vocab_size": 257})
     assert "its padding and sentinels go up to 272, but the model's vocab_size is 257" in refusal(small)

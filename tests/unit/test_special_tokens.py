@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors
 
 from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
-from tests.unit.tokenizer_cases import save_kind, trained
+from tests.unit.tokenizer_cases import save_kind, save_words, trained
 from titan_like.checkpoint.checks import OtherRunError, check_same_run
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.step_folders import RunState, complete_checkpoint, read_run_state, unfinished_path
@@ -62,7 +62,7 @@ def test_begin_end_and_padding_are_those_of_transformers(tmp_path: Path, kind: s
     ],
 )
 def test_tokens_of_a_folder_are_those_of_transformers(tmp_path: Path, files: dict[str, Any], names: list[str]) -> None:
-    _save_words(tmp_path, ["a", "</s>", DEEPSEEK, "b"])
+    save_words(tmp_path, ["a", "</s>", DEEPSEEK, "b"])
     _save_json(tmp_path, files | {"tokenizer_config.json": FAST | files["tokenizer_config.json"]})
     ours, theirs = build_tokenizer(str(tmp_path)), _theirs(tmp_path)
     assert ours.eod_id == theirs.eos_token_id == theirs.convert_tokens_to_ids(names[0])
@@ -174,7 +174,7 @@ def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
     ],
 )
 def test_companions_that_cannot_be_are_named(tmp_path: Path, file: str, content: Any) -> None:
-    _save_words(tmp_path, ["a", "</s>"])
+    save_words(tmp_path, ["a", "</s>"])
     _save_json(tmp_path, {file: content})
     with pytest.raises(ConfigError, match=rf"has .*{file}"):
         build_tokenizer(str(tmp_path))
@@ -182,7 +182,8 @@ def test_companions_that_cannot_be_are_named(tmp_path: Path, file: str, content:
 
 @pytest.mark.parametrize("bos", ["auto", "always"])
 def test_an_end_of_document_does_not_begin_one_too(tmp_path: Path, bos: str) -> None:
-    _save_words(tmp_path, ["a", "</s>"], "</s> $A")
+    template = processors.TemplateProcessing("</s> $A", "</s> $A $B", [("</s>", 1)])
+    save_words(tmp_path, ["a", "</s>"], template)
     _save_json(tmp_path, {"tokenizer_config.json": FAST | {"bos_token": "</s>", "eos_token": "</s>"}})
     assert build_tokenizer(str(tmp_path), options=TokenOptions(bos=bos)).first_ids == []
     out = _export(tmp_path, {"tokenizer": str(tmp_path), "bos": bos})
@@ -320,10 +321,3 @@ def _theirs(folder: Path) -> Any:
 def _save_json(folder: Path, files: dict[str, Any]) -> None:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-
-
-def _save_words(folder: Path, words: list[str], template: str = "$A") -> None:
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(template, f"{template} $B", [("</s>", 1)])
-    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,10 +1,12 @@
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, processors
 
 from tests.unit.plain_loop import prepared, run_settings
+from tests.unit.tokenizer_cases import save_gpt2, save_words
 from titan_like.config import ConfigError
 from titan_like.config.load import edit
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
@@ -19,26 +21,12 @@ TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字
 
 @pytest.fixture
 def tokenizer_json(tmp_path):
-    def write(words):
-        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        path = tmp_path / "tokenizer.json"
-        tokenizer.save(str(path))
-        return str(path)
-
-    return write
+    return partial(save_words, tmp_path)
 
 
 @pytest.fixture
 def gpt2_files(tmp_path):
-    """A vocabulary of all bytes, three merged tokens and the end of text, in GPT-2's two files."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
-    tokens = [*alphabet, *("".join(pair) for pair in merges), "<|endoftext|>"]
-    vocab, merge_file = tmp_path / "vocab.json", tmp_path / "merges.txt"
-    vocab.write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    merge_file.write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
-    return f"gpt2:{vocab},{merge_file}", tokens
+    return save_gpt2(tmp_path, [("h", "e"), ("l", "l"), ("he", "ll")])
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -25,6 +25,24 @@ def save_kind(folder: Path, kind: str, **about: Any) -> Path:
     return folder / "tokenizer.json"
 
 
+def save_words(folder: Path, words: Sequence[str], post_processor: Any = None) -> str:
+    """A tokenizer.json of whole words, of which the first stands for others; its path."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def save_gpt2(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> tuple[str, list[str]]:
+    """GPT-2's two files with all bytes, merged tokens and the end of text, as data.tokenizer; and the tokens."""
+    tokens = [*sorted(ALPHABET), *("".join(pair) for pair in merges), "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
+    return f"gpt2:{folder}/vocab.json,{folder}/merges.txt", tokens
+
+
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
