@@ -1,4 +1,4 @@
-"""Masked language modelling: words, tokenizers, and what cannot be masked. Its distribution is in test_draws.py."""
+"""Masked language modelling: words, tokenizers, and what cannot be masked. What is drawn is in test_draws.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.unit.tokenizer_cases import llama_2, save_words, trained
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.objectives.masked_tokens import MaskedTokens
+from titan_like.data.batch import Batch
+from titan_like.data.objectives.masked_tokens import MaskedTokens, masked_tokens_of
 from titan_like.data.objectives.masks import masks_of
-from titan_like.data.text.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from titan_like.data.source import IGNORED_LABEL
+from titan_like.data.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer
 from titan_like.models.bert.config import BertConfig
 
 BERT = BertConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=258, max_seq_len=8)
@@ -78,6 +81,21 @@ def test_words_are_those_of_the_pre_tokenizer(tokenizer: HuggingFaceTokenizer, l
     inside = int(np.flatnonzero(~begins)[0]) if not begins.all() else 1
     beside_others = [ids[inside - 1], tokenizer.eod_id, ids[inside], tokenizer.vocab_size + 7, ids[inside]]
     assert tokenizer.words(np.array(beside_others))[0].all()
+
+
+@pytest.mark.parametrize(
+    "text", ["今" * 300, "https://a.example/" + "b7/" * 100, "今天天气很好我们去公园散步北京大学 " * 16, "a" * 300]
+)
+def test_words_that_are_too_long_are_cut(text: str, tmp_path: Path) -> None:
+    """None may be chosen whole, or too few words are short."""
+    file = str(tmp_path / "tokenizer.json")
+    KINDS["GPT-2"]().save(file)
+    for tokenizer in (build_tokenizer(file), ByteTokenizer()):
+        tokens = torch.from_numpy(tokenizer.encode(text))
+        masked, rows = masked_tokens_of(Data(mlm_whole_words=True), tokenizer, 800), Batch(tokens, tokens)
+        chosen = torch.stack([masked.apply(rows, 3, index)[1] != IGNORED_LABEL for index in range(200)])
+        assert (chosen.sum(1) == round(0.15 * len(tokens))).all()
+        assert (chosen.float().mean(0) - 0.15).abs().mean() < 0.05  # everywhere in the text
 
 
 def test_tokens_that_do_not_tell_words_are_refused(tmp_path: Path) -> None:
