@@ -93,9 +93,8 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, values: dict[str, object
         read_questions(tmp_path, ByteTokenizer())
 
 
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys, placement: str) -> None:
-    shape = bert_config(norm_placement=placement, sentence_head="choice", vocab_size=len(VOCABULARY), dropout=0.5)
+def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys) -> None:
+    shape = bert_config(norm_placement="post", sentence_head="choice", vocab_size=len(VOCABULARY), dropout=0.5)
     model = random_model(shape).float()
     save_checkpoint(tmp_path / "run", model)
     questions = read_questions(race / "test", build_tokenizer(str(race / "tokenizer.json")))
