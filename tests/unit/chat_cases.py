@@ -2,6 +2,8 @@
 
 import json
 import random
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.tokenizer_cases import ALPHABET, BYTES, trained
+from titan_like.data.chat.template import Chat
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 VOCAB_SIZE = 320
@@ -29,7 +32,6 @@ MARKED = (
     "<|im_end|>{% endgeneration %}\n{% else %}{{ message.role if loop.last else 'earlier' }}: {{ message.content }}\n"
     "{% endif %}{% endfor %}"
 )
-DATED = "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'never' }}" + CHATML
 # As Qwen's: a system message by default, calls of tools, and answers of tools that share a message of the user.
 TOOLS = (
     "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}help{% endif %}"
@@ -42,30 +44,31 @@ TOOLS = (
     "{% endif %}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Mistral's: no header before an answer, and a call of tools begins with a special token and ends without one.
-HEADLESS = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% elif m.role == 'tool' %}"
-    "({{ m.content }}){% elif m.tool_calls is defined %}<|im_start|>{{ m.tool_calls | tojson }}{% else %} "
-    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-)
 HEADER = "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content }}<|im_end|>{% endfor %}"
 HEADER += "{% if add_generation_prompt %}[assistant]\n\n{% endif %}"
 TURNS = "{% for m in messages %}{% if m.role == 'user' %}USER{% else %}ANSWER{% endif %}{% endfor %}"
 ALPACA = TURNS.replace("USER", "Q:{{ m.content }}\n\nA:").replace("ANSWER", "{{ m.content }}\n\n")
 GENERATION = TURNS.replace("USER", "{{ m.content }}")
 GENERATION = GENERATION.replace("ANSWER", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %};")
-TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED, "dated": DATED}
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "plain": PLAIN, "marked": MARKED}
 WORDS = "the sum of two numbers is what you get when they are added 0 1 2 3 4 5 6 7 8 9".split()  # noqa: SIM905
 
 
-def save_tokenizer(folder: Path, template: str | None, text: str = " ".join(WORDS), **parts: Any) -> Path:
+def save_tokenizer(folder: Path, template: str | None, text: str = " ".join(WORDS), post_processor: Any = None) -> Path:
     """A byte-level BPE with special tokens, as transformers saves it; the path of its tokenizer.json."""
-    parts |= {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
-    tokenizer = trained(models.BPE(), [text] * 20, VOCAB_SIZE, SPECIAL, **parts)
+    tokenizer = Tokenizer.from_str(_tokenizer_json(text))
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     saved.chat_template = template
     saved.save_pretrained(folder)
     return folder / "tokenizer.json"
+
+
+@cache
+def _tokenizer_json(text: str) -> str:
+    parts: dict[str, Any] = {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
+    return trained(models.BPE(), [text] * 20, VOCAB_SIZE, SPECIAL, **parts).to_str()
 
 
 def prepended() -> Tokenizer:
@@ -102,6 +105,13 @@ def conversations(count: int, seed: int = 0, most_turns: int = 3) -> list[list[d
         ]
         for _ in range(count)
     ]
+
+
+def learned(chat: Chat, record: Any) -> list[str]:
+    """The stretches of a record's tokens that are learned, as text with special tokens."""
+    pairs = zip(*(x.tolist() for x in chat.encode(record)), strict=True)
+    runs = [[token for token, _ in run] for learns, run in groupby(pairs, key=lambda pair: pair[1]) if learns]
+    return [chat.tokenizer.decode(tokens, skips_special=False) for tokens in runs]
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:

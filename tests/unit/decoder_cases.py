@@ -14,23 +14,17 @@ Row = Mapping[str, dict[str, Any]]  # feature → its value: fields of the model
 
 SIZES = {"hidden_size": 16, "vocab_size": 257, "max_seq_len": 64, "ffn_hidden_size": 12}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 24, "mscale": 0.7}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "original_max_seq_len": 24, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Factors for the two pairs of dimensions that most heads rotate.
 LONGROPE = {"type": "longrope", "factor": 4.0, "short_factors": [1.0, 1.5], "long_factors": [3.0, 5.0]}
 EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 8}
 LATENT = {"num_attention_heads": 2, "kv_lora_rank": 10, "rope_head_size": 4}
+SCALED = {"window": 5, "rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 3.0}}
 FEATURES: dict[str, list[dict[str, Any]]] = {
     "rope": [
         {},
         {"rope_theta": 20.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
-        {
-            "rope_scaling": {
-                "type": "llama3",
-                "factor": 8.0,
-                "original_max_seq_len": 24,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            }
-        },
+        {"rope_scaling": LLAMA3},
         {"rope_scaling": YARN | {"beta_fast": 4.0}},
         {"rope_scaling": YARN | {"beta_fast": 3.0, "beta_slow": 0.5, "mscale_all_dim": 1.3, "truncate": False}},
         {"rope_scaling": YARN | {"attention_factor": 1.1}},
@@ -49,14 +43,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"num_layers": 2},
         {"num_layers": 1},
         {"num_layers": 2, "layer_pattern": ["local", "full"], "kinds": {"local": {"window": 3}}},
-        {
-            "num_layers": 3,
-            "layer_pattern": ["local", "free"],
-            "kinds": {
-                "local": {"window": 5, "rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 3.0}},
-                "free": {"rope_theta": 0.0},
-            },
-        },
+        {"num_layers": 3, "layer_pattern": ["local", "free"], "kinds": {"local": SCALED, "free": {"rope_theta": 0.0}}},
     ],
     "attention_bias": [{"attention_bias": value} for value in ("none", "qkv", "all")],
     "qk_norm": [{"qk_norm": value} for value in ("none", "head", "all")],
@@ -98,32 +85,22 @@ LEFT_OUT = {
     "max_seq_len": "no table depends on it",
     "init_std": "initial weights, which tests/unit/test_models.py compares",
 }
+
+
+def rule(name: str, **settings: Any) -> dict[str, Any]:
+    return {"optimizer.name": name} | {f"optimizer.{key}": value for key, value in settings.items()}
+
+
 TRAINING: dict[str, list[dict[str, Any]]] = {
     "optimizer": [
-        {"optimizer.name": "adamw", "optimizer.weight_decay": 0.3},
-        {
-            "optimizer.name": "adamw",
-            "optimizer.implementation": "foreach",
-            "optimizer.betas": [0.7, 0.8],
-            "optimizer.eps": 1e-3,
-        },
-        {"optimizer.name": "adamw", "optimizer.implementation": "for-loop", "optimizer.eps": 1e-2},
-        {"optimizer.name": "sgd", "optimizer.weight_decay": 0.3},
-        {"optimizer.name": "adafactor", "optimizer.relative_step": True, "optimizer.decay_rate": 0.6},
-        {
-            "optimizer.name": "adafactor",
-            "optimizer.scale_parameter": True,
-            "optimizer.beta1": 0.9,
-            "optimizer.clip_threshold": 0.5,
-            "optimizer.weight_decay": 0.3,
-        },
-        {"optimizer.name": "muon", "optimizer.matrix_lr": 0.02, "optimizer.weight_decay": 0.3},
-        {
-            "optimizer.name": "muon",
-            "optimizer.adjust_lr": "original",
-            "optimizer.momentum": 0.8,
-            "optimizer.newton_schulz_steps": 3,
-        },
+        rule("adamw", weight_decay=0.3),
+        rule("adamw", implementation="foreach", betas=[0.7, 0.8], eps=1e-3),
+        rule("adamw", implementation="for-loop", eps=1e-2),
+        rule("sgd", weight_decay=0.3),
+        rule("adafactor", relative_step=True, decay_rate=0.6),
+        rule("adafactor", scale_parameter=True, beta1=0.9, clip_threshold=0.5, weight_decay=0.3),
+        rule("muon", matrix_lr=0.02, weight_decay=0.3),
+        rule("muon", adjust_lr="original", momentum=0.8, newton_schulz_steps=3),
     ],
     "schedule": [
         {"lr_scheduler.decay": "constant", "lr_scheduler.warmup_steps": 2},

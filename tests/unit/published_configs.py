@@ -93,9 +93,6 @@ READ: dict[str, tuple[Table, str]] = {
         llama(4096, 11008, 32, 32, None, 32000, 2048, architectures=["LLaMAForCausalLM"]), "architectures"
     ),
     "Llama 2 7B": (llama(4096, 11008, 32, 32, 32, 32000, 4096, pretraining_tp=1, rope_scaling=None), ""),
-    "Llama 2 70B": (llama(8192, 28672, 80, 64, 8, 32000, 4096), ""),
-    "Code Llama 34B": (llama(8192, 22016, 48, 64, 8, 32000, 16384, rope_theta=1000000), ""),
-    "Llama 3 8B": (llama(4096, 14336, 32, 32, 8, 128256, 8192, rope_theta=500000.0), ""),
     "Llama 3.1 8B": (llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=LLAMA3, mlp_bias=False), ""),
     "Llama 3.2 1B": (
         llama(2048, 8192, 16, 32, 8, 128256, 131072, rope_scaling=LLAMA3 | {"factor": 32.0}, head_dim=64,
@@ -107,12 +104,10 @@ READ: dict[str, tuple[Table, str]] = {
               "finetuned": True}),
         "rope_scaling.finetuned",
     ),
-    "Yi 34B": (llama(7168, 20480, 60, 56, 8, 64000, 4096, rope_theta=5000000.0, pad_token_id=0), ""),
     "SmolLM2 135M": (
         llama(576, 1536, 30, 9, 3, 49152, 8192, rope_theta=100000, is_llama_config=True, rope_interleaved=False,
               tie_word_embeddings=True, **{"transformers.js_config": {"dtype": "q4"}}), "",
     ),
-    "DeepSeek-R1-Distill-Llama 8B": (llama(4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=LLAMA3), ""),
     "DeepSeek-Coder 6.7B": (
         llama(4096, 11008, 32, 32, 32, 32256, 16384, rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=1e5), ""
     ),
@@ -120,10 +115,7 @@ READ: dict[str, tuple[Table, str]] = {
         llama(2560, 10240, 32, 32, 32, 49152, 2048, attention_bias=True, mlp_bias=True, attention_dropout=0.1),
         "attention_dropout",
     ),
-    "TinyLlama 1.1B": (llama(2048, 5632, 22, 32, 4, 32000, 2048), ""),
-    "OpenLLaMA 3B": (llama(3200, 8640, 26, 32, None, 32000, 2048), ""),
     "Mistral 7B v0.1": (mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096, rope_theta=10000.0), ""),
-    "Mistral 7B v0.3": (mistral(4096, 14336, 32, 32, 8, 32768, 32768, sliding_window=None, rope_theta=1e6), ""),
     "Mistral Nemo 12B": (mistral(5120, 14336, 40, 32, 8, 131072, 1024000, sliding_window=None, head_dim=128), ""),
     "Yarn-Mistral 7B": (
         mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=131072, max_sequence_length=131072,
@@ -132,7 +124,6 @@ READ: dict[str, tuple[Table, str]] = {
                 use_flash_attention=True, auto_map={"AutoConfig": "configuration_mistral.MistralConfig"}),
         "max_sequence_length use_flash_attention rope_scaling.finetuned",
     ),
-    "Zephyr 7B": (mistral(4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096, pad_token_id=2), ""),
     "Mixtral 8x7B": (
         of("mixtral", "MixtralForCausalLM", sizes(4096, 14336, 32, 32, 8, 32000, 32768), num_local_experts=8,
            num_experts_per_tok=2, router_aux_loss_coef=0.02, output_router_logits=False, sliding_window=None,
@@ -145,7 +136,6 @@ READ: dict[str, tuple[Table, str]] = {
         qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 1010000, dual_chunk_attention_config=QWEN1M, rope_theta=1e7),
         "dual_chunk_attention_config",
     ),
-    "DeepSeek-R1-Distill-Qwen 1.5B": (qwen("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, use_mrope=False), ""),
     "Qwen3 0.6B": (
         qwen("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, head_dim=128, attention_bias=False, sliding_window=None,
              tie_word_embeddings=True), "",
@@ -192,11 +182,6 @@ READ: dict[str, tuple[Table, str]] = {
         of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 32, 32, 32064, 131072), sliding_window=262144,
             rope_scaling=LONG,
            original_max_position_embeddings=4096, resid_pdrop=0.0, embd_pdrop=0.0), "",
-    ),
-    "Phi-4": (
-        of("phi3", "Phi3ForCausalLM", sizes(5120, 17920, 40, 40, 10, 100352, 16384), sliding_window=None,
-            rope_theta=250000,
-           original_max_position_embeddings=16384), "",
     ),
     "Phi-4 mini": (
         of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 24, 8, 200064, 131072), partial_rotary_factor=0.75,
@@ -266,7 +251,6 @@ READ: dict[str, tuple[Table, str]] = {
         neox(2560, 10240, 32, 32, 50280, custom_pipelines={"text-generation": {"impl": "instruct_pipeline.Instruct"}}),
         "custom_pipelines",
     ),
-    "StableLM alpha 3B": (neox(4096, 16384, 16, 32, 50688, max_position_embeddings=4096), ""),
     "RedPajama INCITE 3B": (neox(2560, 10240, 32, 32, 50432, rotary_pct=1.0, use_parallel_residual=False), ""),
     "GPT-2": (of("gpt2", "GPT2LMHeadModel", GPT2), ""),
 }  # fmt: skip
@@ -274,24 +258,9 @@ READ: dict[str, tuple[Table, str]] = {
 # (config.json, the names of all that is wrong with it)
 REFUSED: dict[str, tuple[Table, str]] = {
     "Falcon 7B": (of("falcon", "FalconForCausalLM", sizes(4544, 18176, 32, 71, 1, 65024, 2048)), "model_type"),
-    "OPT 125M": (of("opt", "OPTForCausalLM", sizes(768, 3072, 12, 12, 12, 50272, 2048)), "model_type"),
-    "BLOOM 560M": (of("bloom", "BloomForCausalLM", sizes(1024, 4096, 24, 16, 16, 250880, 2048)), "model_type"),
-    "GPT-J 6B": (of("gptj", "GPTJForCausalLM", sizes(4096, 16384, 28, 16, 16, 50400, 2048)), "model_type"),
-    "GPT-Neo 1.3B": (of("gpt_neo", "GPTNeoForCausalLM", sizes(2048, 8192, 24, 16, 16, 50257, 2048)), "model_type"),
     "DeepSeek-V2": (deepseek("deepseek_v2", "DeepseekV2ForCausalLM", 5120, 12288, 60, 128, 128, 102400, 163840),
         "model_type"),
-    "Command R": (of("cohere", "CohereForCausalLM", sizes(8192, 22528, 40, 64, 64, 256000, 131072)), "model_type"),
-    "InternLM2 7B": (of("internlm2", "InternLM2ForCausalLM", sizes(4096, 14336, 32, 32, 8, 92544, 32768)),
-        "model_type"),
-    "MiniCPM 2B": (of("minicpm", "MiniCPMForCausalLM", sizes(2304, 5760, 40, 36, 36, 122753, 4096)), "model_type"),
     "Gemma 7B": (of("gemma", "GemmaForCausalLM", sizes(3072, 24576, 28, 16, 16, 256000, 8192)), "model_type"),
-    "OLMo 3 7B": (of("olmo3", "Olmo3ForCausalLM", sizes(4096, 11008, 32, 32, 32, 100278, 65536)), "model_type"),
-    "Phi-2": (of("phi", "PhiForCausalLM", sizes(2560, 10240, 32, 32, 32, 51200, 2048)), "model_type"),
-    "StableLM 2": (of("stablelm", "StableLmForCausalLM", sizes(2048, 5632, 24, 32, 32, 100352, 4096)), "model_type"),
-    "Qwen1.5 MoE": (of("qwen2_moe", "Qwen2MoeForCausalLM", sizes(2048, 5632, 24, 16, 16, 151936, 8192)), "model_type"),
-    "GLM-4.5 Air": (of("glm4_moe", "Glm4MoeForCausalLM", sizes(4096, 10944, 46, 96, 8, 151552, 131072)), "model_type"),
-    "Yi 6B, first files": (of("Yi", "YiForCausalLM", sizes(4096, 11008, 32, 32, 4, 64000, 4096)), "model_type"),
-    "OLMo 7B": (of("olmo", "OlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 50304, 2048)), "model_type"),
     "Llama 2 7B, GPTQ, dynamic": (
         llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_scaling={"type": "dynamic", "factor": 2.0}, use_fp8=True,
               quantization_config=GPTQ, hidden_act="quick_gelu"),

@@ -1,14 +1,17 @@
-"""Files of records, of the kind that the name says."""
+"""Files of records, of the kind that the name says, and indexed datasets."""
 
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from pyarrow import ipc
+
+from titan_like.data.readers.indexed import DTYPES, IndexedWriter
 
 COMPRESS = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
 
@@ -30,3 +33,13 @@ def write_records(path: Path, texts: Sequence[str | None], key: str = "text") ->
     else:
         path.write_bytes(COMPRESS.get(path.suffix, bytes)(jsonl(texts, key)))
     return path
+
+
+def write_indexed(prefix: Path, documents: Iterable[Sequence[Sequence[int]]], dtype: np.dtype = DTYPES[8]) -> Path:
+    """Documents of sequences of tokens."""
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add(np.array(sequence))
+            writer.end_document()
+    return prefix

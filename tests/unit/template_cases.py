@@ -6,10 +6,11 @@ whether it is learned. It knows nothing of how the product finds answers.
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.tokenizer_cases import ALPHABET, BYTES, CORPUS, trained
@@ -74,10 +75,6 @@ QWEN3 = (
     + QWEN_REPLY
     + END
     + QWEN_PROMPT.replace("THOUGHT", "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}")
-)
-PHI3 = (
-    LOOP + "{% if m.role in ('system', 'user', 'assistant') %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}"
-    "{% endif %}" + END + "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 LLAMA31 = (
     "{{ bos_token }}{% set system = '' %}{% if messages[0].role == 'system' %}"
@@ -214,16 +211,6 @@ def _qwen(messages: list[Message], said: Any) -> Pieces:
         yield "\n", False
 
 
-def phi3(messages: list[Message], **_: Any) -> Pieces:
-    for message in messages:
-        if message["role"] == "tool" or calls_of(message):
-            raise RefusedError
-        yield f"<|{message['role']}|>\n", False
-        yield f"{message['content']}<|end|>", message["learn"]
-        yield "\n", False
-    yield "<|endoftext|>", False
-
-
 def llama31(messages: list[Message], **_: Any) -> Pieces:
     has_system = messages[0]["role"] == "system"
     yield "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n", False
@@ -332,7 +319,6 @@ def gemma(messages: list[Message], **_: Any) -> Pieces:
 PUBLISHED: dict[str, tuple[str, Any, list[str]]] = {
     "qwen2.5": (QWEN25, qwen25, ["<|im_end|>", "<|endoftext|>"]),
     "qwen3": (QWEN3, qwen3, ["<|im_end|>", "<|endoftext|>"]),
-    "phi3": (PHI3, phi3, ["<|endoftext|>", "<|assistant|>", "<|end|>"]),
     "llama3.1": (LLAMA31, llama31, ["<|endoftext|>", "<|eot_id|>"]),
     "glm4": (GLM4, glm4, ["<|endoftext|>", "<|user|>", "<|observation|>"]),
     "deepseek_r1": (DEEPSEEK_R1, deepseek_r1, ["<｜end▁of▁sentence｜>"]),
@@ -352,11 +338,7 @@ SPECIAL_TOKENS = [
 
 def save_published(folder: Path, name: str) -> Path:
     """A folder with a published template, its special tokens and the ends that it names; the tokenizer.json."""
-    template, _, ends = PUBLISHED[name]
-    parts: dict[str, Any] = {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
-    tokenizer = trained(models.BPE(), CORPUS, 300, **parts)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN_TOKENS])
+    (template, _, ends), tokenizer = PUBLISHED[name], Tokenizer.from_str(_tokenizer_json())
     roles = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>"}
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     saved.chat_template = template
@@ -364,3 +346,12 @@ def save_published(folder: Path, name: str) -> Path:
     ids = {"eos_token_id": [tokenizer.token_to_id(end) for end in ends]}
     (folder / "generation_config.json").write_text(json.dumps(ids))
     return folder / "tokenizer.json"
+
+
+@cache
+def _tokenizer_json() -> str:
+    parts: dict[str, Any] = {"pre_tokenizer": BYTES, "decoder": decoders.ByteLevel(), "initial_alphabet": ALPHABET}
+    tokenizer = trained(models.BPE(), CORPUS, 300, **parts)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN_TOKENS])
+    return tokenizer.to_str()

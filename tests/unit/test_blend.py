@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count as number_from
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -53,28 +52,6 @@ def test_each_source_s_samples_come_once_each(weights: list[float], first: int) 
         assert sorted(numbers) == list(range(before, after))
 
 
-@pytest.mark.parametrize(
-    "readers", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16, 100, 4096)), 6, 5000]
-)
-@pytest.mark.parametrize("weights", [[0.7, 0.3], [5, 1, 1, 0.001]])
-def test_readers_take_each_source_s_samples_in_order(readers: int, weights: list[float]) -> None:
-    blend, num = Blend(weights, 0, readers), readers
-    length = -(-BLOCK // num) * num
-    taken: list[list[int]] = [[0] * len(weights) for _ in range(num)]
-    for block in range(2):
-        counts = [0] * len(weights)
-        for index in range(block * length, (block + 1) * length):
-            number, reader = divmod(index, num)
-            source, within = blend.locate_in_order(number, reader)
-            assert within == taken[reader][source]
-            assert readers > 1 or source == blend.locate(index)[0]
-            taken[reader][source] += 1
-            counts[source] += 1
-        for count, weight in zip(counts, weights, strict=True):
-            assert abs(count - length * weight / sum(weights)) < 1.001
-    assert [blend.counts(2 * length // num, reader) for reader in range(num)] == taken
-
-
 @pytest.mark.parametrize("readers", [1, 3, 64, 4097])
 def test_counts_far_away_are_sums_of_what_is_near(readers: int) -> None:
     blend, num = Blend([0.6, 0.25, 0.15], 7, readers), readers
@@ -86,6 +63,7 @@ def test_counts_far_away_are_sums_of_what_is_near(readers: int) -> None:
             for number in range(start, start + slots + 3):
                 source, within = blend.locate_in_order(number, reader)
                 assert within == counts[source]
+                assert readers > 1 or source == blend.locate(number)[0]
                 counts[source] += 1
             assert blend.counts(start + slots + 3, reader) == counts
     whole = [0, 0, 0]
@@ -93,16 +71,6 @@ def test_counts_far_away_are_sums_of_what_is_near(readers: int) -> None:
         whole = [a + b for a, b in zip(whole, blend.counts(4096 * slots, reader), strict=True)]
     length = slots * num * 4096
     assert all(abs(count - length * share) <= 1 for count, share in zip(whole, (0.6, 0.25, 0.15), strict=True))
-
-
-@pytest.mark.parametrize("readers", [1, 8])
-def test_sources_alternate_in_a_random_order(readers: int) -> None:
-    """Of two equal sources, runs of one source are as long as those of a fair coin: two samples on average."""
-    blends, num = [Blend([1, 1], seed, readers) for seed in (0, 1)], readers
-    one, two = ([blend.locate_in_order(i // num, i % num)[0] for i in range(BLOCK)] for blend in blends)
-    changes = sum(a != b for a, b in pairwise(one))
-    assert abs(changes - BLOCK / 2) < 5 * (BLOCK / 4) ** 0.5
-    assert one != two
 
 
 def test_a_weight_that_would_never_be_drawn_is_refused() -> None:

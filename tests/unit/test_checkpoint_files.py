@@ -123,24 +123,13 @@ def test_run_file_written_by_hand_needs_no_checksum(tmp_path):
     assert read_run_state(tmp_path).step == 4
 
 
-BY_HAND = {
-    "null for a section": ({"config": CONFIG | {"data": None}}, "config.data: should be a valid dictionary"),
-    "another step": ({"step": 4}, "is of step 4, and its folder is step-3"),
-}
-
-
-@pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
-def test_run_file_that_is_not_of_its_folder_or_of_no_run_is_refused(tmp_path, case):
-    changed, words = case
+def test_run_file_that_is_not_of_its_folder_is_refused(tmp_path):
     for name in ("step-3", "copy"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(json.dumps(asdict(RUN)))
-        assert read_run_state(tmp_path / name) == RUN
-        (tmp_path / name / "run.json").write_text(json.dumps(asdict(RUN) | changed))
-    with pytest.raises(ValueError, match=f"run.json .*{words}"):
+        (tmp_path / name / "run.json").write_text(json.dumps(asdict(RUN) | {"step": 4}))
+    with pytest.raises(ValueError, match=r"run.json .*is of step 4, and its folder is step-3"):
         read_run_state(tmp_path / "step-3")
-    if "step" in changed:  # a copy may have any name
-        assert read_run_state(tmp_path / "copy").step == 4
+    assert read_run_state(tmp_path / "copy").step == 4  # a copy may have any name
 
 
 @pytest.mark.parametrize("config", [{}, [], None, {"model": {}}, CONFIG | {"model": {}}, CONFIG | {"training": None}])

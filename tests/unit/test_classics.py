@@ -72,10 +72,15 @@ def test_gpt(kv_heads: int, is_packed: bool, tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "head", "kv_heads"), list(product(("pre", "post"), ("none", "pair", "choice"), HEADS[1:]))
+    ("placement", "head", "tied", "kv_heads"),
+    [
+        *product(("pre", "post"), ("none", "pair"), (False, True), HEADS[1:]),
+        *product(("pre", "post"), ["choice"], [False], HEADS[1:]),
+    ],
 )
-def test_bert(placement: str, head: str, kv_heads: int) -> None:
-    config = BertConfig(**SIZES, num_kv_heads=kv_heads, norm_placement=placement, sentence_head=head)
+def test_bert(placement: str, head: str, tied: bool, kv_heads: int) -> None:
+    shape = {"norm_placement": placement, "sentence_head": head, "tied_embeddings": tied}
+    config = BertConfig(**SIZES, **shape, num_kv_heads=kv_heads)
     model, weights = random_model(Bert(config))
     lengths, types = torch.tensor([SEQ_LEN, 7]), torch.randint(0, 2, (BATCH, SEQ_LEN))
     ends = lengths[:, None].expand(-1, SEQ_LEN)

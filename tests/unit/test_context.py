@@ -12,7 +12,7 @@ from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
 from titan_like.parallel.collectives import Group
 from titan_like.parallel.context import CPShard, RingCore, apply_context_parallel
-from titan_like.parallel.cp_attention import attention, shard, shard_positions, unshard
+from titan_like.parallel.cp_attention import attention, shard_positions
 from titan_like.parallel.extend import extend
 
 
@@ -23,12 +23,6 @@ def test_shards_have_every_position_once_and_equal_work(size: int) -> None:
     assert torch.cat(shards).sort().values.equal(torch.arange(length))
     work = torch.stack([(own + 1).sum() for own in shards]).double()  # pairs of a query and a key that it sees
     assert work.max() / work.mean() == 1
-
-
-def test_unsharded_positions_are_in_order_and_shard_again() -> None:
-    whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
-    shards = torch.stack([whole[:, shard_positions(16, 4, rank)] for rank in range(4)])
-    assert unshard(shards).equal(whole) and shard(whole, 4).equal(shards)
 
 
 def test_a_shard_keeps_positions_masks_and_labels_of_its_tokens() -> None:

@@ -17,12 +17,12 @@ from tests.unit.chat_cases import (
     CHATML,
     GENERATION,
     HEADER,
-    HEADLESS,
     MARKED,
     TEMPLATES,
     TOOLS,
     VOCAB_SIZE,
     conversations,
+    learned,
     prepended,
     save_tokenizer,
     word_pieces,
@@ -35,7 +35,6 @@ from titan_like.data.loading.describe import describe_data
 from titan_like.data.loading.open_source import open_data
 from titan_like.data.source import Source
 from titan_like.models.registry import model_config
-from titan_like.train.rules import resolve_settings
 
 SEQ = 64
 MASKS = ["--data.reset_attention_mask=true", "--data.reset_position_ids=true"]
@@ -56,20 +55,13 @@ def opened(folder: Path, *settings: str) -> dict[str, Source]:
     return open_data(config, model_config(config.model))
 
 
-def learned(chat: Chat, record: Any) -> list[str]:
-    """The stretches of a record's tokens that are learned, as text with special tokens."""
-    pairs = zip(*(x.tolist() for x in chat.encode(record)), strict=True)
-    runs = [[token for token, _ in run] for is_answer, run in groupby(pairs, key=lambda pair: pair[1]) if is_answer]
-    return [chat.tokenizer.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in runs]
-
-
 def encoded(chat: Chat, record: Any) -> list[list[int]]:
     """The tokens of a record, and which are learned."""
     return [x.tolist() for x in chat.encode(record)]
 
 
 # What is learned of an answer in each template.
-ANSWERS = {"llama": " {} </s>", "plain": " {}\n", **dict.fromkeys(("chatml", "marked", "dated"), "{}<|im_end|>")}
+ANSWERS = {"llama": " {} </s>", "plain": " {}\n", "chatml": "{}<|im_end|>", "marked": "{}<|im_end|>"}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -81,11 +73,8 @@ def test_answers_with_their_ends_are_learned(tmp_path: Path, name: str) -> None:
             messages = [{"role": "system", "content": "be brief"}, *messages, {"role": "user", "content": "and then"}]
         tokens, _ = encoded(chat, {"messages": messages})
         end = "</s>" if name == "plain" else ""  # which is added, because nothing ends an answer
-        if name == "dated":
-            assert theirs.decode(tokens).startswith("26 Jul 2024<|im_start|>")
-        else:
-            written = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
-            assert tokens == written + [theirs.eos_token_id] * bool(end)
+        written = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+        assert tokens == written + [theirs.eos_token_id] * bool(end)
         answers = [ANSWERS[name].format(message["content"]) for message in messages if message["role"] == "assistant"]
         assert learned(chat, {"messages": messages}) == [*answers[:-1], answers[-1] + end]
 
@@ -145,37 +134,26 @@ def test_a_prompt_with_its_answer_is_one_text(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokens, is_answer = Chat(str(tmp_path / "tokenizer.json")).encode({"prompt": prompt, "answer": answer})
     assert tokens[:-1].tolist() == tokenizer.encode(prompt + answer, add_special_tokens=False).ids
-    learned = [tokenizer.id_to_token(token) for token in tokens[is_answer]]
-    assert learned == [*expected, tokenizer.id_to_token(tokens[-1])]
+    answers = [tokenizer.id_to_token(token) for token in tokens[is_answer]]
+    assert answers == [*expected, tokenizer.id_to_token(tokens[-1])]
 
 
 CALL: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "id": "x"}]}
 CALL["tool_calls"][0]["function"] = {"name": "add", "arguments": {"first": 1, "second": "two"}}
 REPLY, PARTS = {"role": "tool", "name": "add", "content": "3"}, [{"type": "text", "text": "the sum"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-CALLED = '{"name": "add", "arguments": {"first": 1, "second": "two"}}'
 
 
-@pytest.mark.parametrize(("tools", "begins"), [(None, True), ([TOOL], False)])
-@pytest.mark.parametrize(
-    ("template", "call", "answer"),
-    [
-        (TOOLS, f"<call>{CALLED}</call><|im_end|>", "the sum 3<|im_end|>"),
-        (HEADLESS, f'<|im_start|>[{{"type": "function", "id": "x", "function": {CALLED}}}]', " the sum 3</s>"),
-    ],
-)
-def test_calls_of_tools_are_answers(
-    tmp_path: Path, template: str, call: str, answer: str, tools: Any, begins: bool
-) -> None:
-    chat = Chat(str(save_tokenizer(tmp_path, template)))
+def test_tools_of_a_record_are_written(tmp_path: Path) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, TOOLS)))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     silent = {key: value for key, value in CALL.items() if key != "content"}
-    last = {"role": "assistant", "content": "the sum 3"}
-    messages = [USER] * (not begins) + [CALL, REPLY, REPLY, silent, REPLY, last]
-    record = {"messages": messages, "tools": tools and json.dumps(tools)}
-    expected = theirs.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
+    messages = [USER, CALL, REPLY, REPLY, silent, REPLY, ANSWER]
+    record = {"messages": messages, "tools": json.dumps([TOOL])}
+    expected = theirs.apply_chat_template(messages, tools=[TOOL], return_dict=True)["input_ids"]
     assert encoded(chat, record)[0] == expected
-    assert learned(chat, record) == [call, call, answer]
+    call = '<call>{"name": "add", "arguments": {"first": 1, "second": "two"}}</call><|im_end|>'
+    assert learned(chat, record) == [call, call, "b<|im_end|>"]
 
 
 def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None:
@@ -343,20 +321,6 @@ def test_other_files_and_a_larger_vocabulary_are_refused(tmp_path: Path) -> None
     spec = save_tokenizer(tmp_path, CHATML)
     with pytest.raises(ConfigError, match=r"it has [0-9]+ tokens, but the model's vocab_size is 300"):
         opened(tmp_path, f"--data.tokenizer={spec}", "--model.overrides.vocab_size=300")
-
-
-def test_only_causal_models_with_masks_are_fine_tuned(tmp_path: Path) -> None:
-    for family in ("bert", "t5"):
-        with pytest.raises(ConfigError, match=f"{family} .* and cannot be fine-tuned on answers"):
-            resolve_settings(config_of(tmp_path, f"--model.family={family}", *(f"{m[:-4]}false" for m in MASKS)))
-    for key in ("reset_attention_mask", "reset_position_ids"):
-        with pytest.raises(ConfigError, match=f"data.{key} = false: conversations share a sample"):
-            resolve_settings(config_of(tmp_path, f"--data.{key}=false"))
-    for key, words in (("prefix_lm", "a random prefix"), ("eod_mask_loss", "an end of document before an answer")):
-        with pytest.raises(ConfigError, match=rf"data\.{key} = true: {words} would take answers out of the loss"):
-            resolve_settings(config_of(tmp_path, f"--data.{key}=true"))
-    for family in ("gpt", "llama", "moe"):
-        resolve_settings(config_of(tmp_path, f"--model.family={family}"))
 
 
 def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:

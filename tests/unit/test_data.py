@@ -5,7 +5,6 @@ import pickle
 import threading
 from dataclasses import replace
 from multiprocessing import active_children
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,11 +20,9 @@ from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.loading.open_source import open_source
 from titan_like.data.readers import raw_text
 from titan_like.data.readers.indexed import StoredTokens
-from titan_like.data.source import SPLITS, DataRequest, Source
+from titan_like.data.source import DataRequest, Source
 from titan_like.data.text import long_text, preprocess
 from titan_like.data.text.packed import (
-    PackedDataset,
-    TextSource,
     corpus_files,
     open_corpus,
     split_bounds,
@@ -39,10 +36,6 @@ EOD = ByteTokenizer.eod_id
 
 def request_of(folder, seq_len=5, split="validation", seed=0, vocab_size=257, **section):
     return DataRequest(Data(**section), split, seq_len, seed, vocab_size, folder / "cache")
-
-
-def packed(tokens, seq_len, split="validation", seed=0):
-    return PackedDataset(request_of(Path(), seq_len, split, seed), tokens)
 
 
 def corpus_of(folder, files, **settings):
@@ -77,27 +70,6 @@ def test_only_the_file_s_beginning_has_a_byte_order_mark(tmp_path, monkeypatch):
     assert documents_of(corpus_of(tmp_path, {"a.txt": mark + content})) == [[*content, EOD]]
     with pytest.raises(ConfigError, match=r"b\.jsonl:2.*the line is not JSON \(Unexpected UTF-8 BOM"):
         corpus_of(tmp_path, {"b.jsonl": b'{"text": ""}\n\xef\xbb\xbf{"text": ""}\n'})
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.txt", b"", ["a.txt", "empty"]),
-        ("a.txt", b"abc\xff", ["a.txt", "byte 3", "UTF-8"]),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', ["a.jsonl:2", "not JSON"]),
-        ("a.jsonl", b'{"text": "x"}\n\n{"body": "x"}\n', ["a.jsonl:3", '"text"', "data.text_key"]),
-        ("a.jsonl", b'["text"]\n', ["a.jsonl:1", "data.text_key"]),
-        ("a.jsonl", b'{"text": 5}\n', ["a.jsonl:1", "data.text_key"]),
-        ("a.jsonl", b'{"text": "\\ud83d"}\n', ["a.jsonl:1", "surrogate"]),
-        ("a.jsonl", b"\n\n", ["a.jsonl", "no document"]),
-    ],
-)
-def test_bad_text_is_refused_and_leaves_no_cache(tmp_path, name, content, words):
-    for _ in range(2):  # the second time must not find half a token file
-        with pytest.raises(ConfigError) as error:
-            corpus_of(tmp_path, {name: content})
-        for word in ["data.paths", *words]:
-            assert word in str(error.value)
 
 
 def test_missing_files_are_refused(tmp_path):
@@ -159,17 +131,6 @@ def test_full_disk_is_one_sentence_and_a_later_run_goes_on(tmp_path, monkeypatch
         open_corpus(section, tmp_path / "cache")
     assert documents_of(open_corpus(section, tmp_path / "cache")) == [[*b"earth", EOD]]
     assert not list((tmp_path / "cache").glob("*.unfinished"))
-
-
-def test_corpus_of_one_document_still_has_all_splits(tmp_path):
-    assert bounds_of(np.array([10_000]), split_weights("969,30,1")) == [0, 9690, 9990, 10_000]
-    text = "".join(chr(65 + i % 57) for i in range(9_999))  # and one token for its end
-    (tmp_path / "a.txt").write_text(text)
-    section = {"dataset": "text", "paths": [str(tmp_path / "a.txt")]}
-    sources = {split: TextSource(request_of(tmp_path, 64, split, **section)) for split in SPLITS}
-    assert {name: len(source) for name, source in sources.items()} == {"train": 151, "validation": 4, "test": 0}
-    assert sources["validation"][0][0].tolist() == list(text[9690 : 9690 + 64].encode())
-    assert len({source.fingerprint for source in sources.values()}) == 3
 
 
 @pytest.mark.parametrize(
@@ -241,19 +202,17 @@ def test_what_is_no_dataset_is_refused(tmp_path, monkeypatch, place, words):
         assert word in str(error.value)
 
 
-def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "packages", "places"),
+    [("ones", ("a", "b"), "a:Ones and b:Ones"), ("text", ("a",), r"a:Ones and titan_like\..*:TextSource")],
+)
+def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch, name, packages, places):
+    """A built-in dataset is one of them too."""
     monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "toys", "titan_like.datasets", "ones = a:Ones")
-    install(tmp_path, "games", "titan_like.datasets", "ones = b:Ones")
-    with pytest.raises(ConfigError, match="is defined by a:Ones and b:Ones; rename it"):
-        find_dataset(Data(dataset="ones"))
-
-
-def test_a_package_with_the_name_of_a_built_in_dataset_is_refused(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "toys", "titan_like.datasets", "text = a:Text")
-    with pytest.raises(ConfigError, match=r"is defined by a:Text and titan_like\..*:TextSource; rename it"):
-        find_dataset(Data(dataset="text"))
+    for package in packages:
+        install(tmp_path, f"of_{package}", "titan_like.datasets", f"{name} = {package}:Ones")
+    with pytest.raises(ConfigError, match=f"is defined by {places}; rename it"):
+        find_dataset(Data(dataset=name))
 
 
 @pytest.mark.parametrize("name", DATASETS)

@@ -263,15 +263,6 @@ def test_random_features(folder: Path, number: int) -> None:
     compare(random_row(seed), seed, folder)
 
 
-@pytest.mark.parametrize("rounds", [False, True])
-def test_the_scale_of_embeddings_is_rounded_to_bfloat16_where_gemma_s_is(rounds: bool) -> None:
-    fields = {"num_layers": 1, "num_attention_heads": 4, "embedding_scale": 3.3, "round_embedding_scale": rounds}
-    model, tokens = Decoder(DecoderConfig(**SIZES, **fields)).bfloat16(), torch.arange(257)[None]
-    scale = torch.tensor(3.3).bfloat16().item() if rounds else 3.3
-    expected = (model.embedding.weight[:257].float() * scale).bfloat16()
-    assert torch.equal(model.embed(Batch(tokens))[0], expected)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_small_copy_of_any_shape_is_valid(seed: int) -> None:
     config = DecoderConfig(**fields_of(random_row(seed)))

@@ -55,18 +55,6 @@ def test_a_layout_goes_out_and_comes_back_in_any_shards(name):
                 assert torch.equal(found, expected)
 
 
-def test_the_rows_of_a_layout_are_those_that_the_files_mean():
-    """Told by number: row r of a source has the value r."""
-    (padded,) = LAYOUTS["rotated pairs, padded"]
-    rows = torch.arange(16)
-    pairs = torch.stack((rows[0::4], rows[1::4], rows[2::4], rows[3::4]), 1)  # by head: plain, a pair, plain
-    assert padded.order()[:8].tolist() == pairs[:2].flatten().tolist()
-    (one,) = LAYOUTS["queries, keys and values in one"]
-    assert one.order()[:16].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 16, 18, 17, 19, 24, 25, 26, 27]
-    up = LAYOUTS["gate and up in turn, in stacked and transposed matrices"][1]
-    assert up.order().tolist() == list(range(1, 24, 2))
-
-
 def opened(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, object]):
     save_file(tensors, folder / "model.safetensors")
     block = check_quantization(Fields({"quantization_config": quantization}))

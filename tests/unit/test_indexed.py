@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.record_cases import write_indexed
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.loading.blend import Share, shares_of
@@ -16,18 +17,8 @@ from titan_like.data.source import DataRequest
 SEQ_LEN = 8
 
 
-def write(prefix: Path, documents: list[list[list[int]]], dtype: np.dtype = DTYPES[8]) -> Path:
-    """Documents of sequences of tokens."""
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            for sequence in document:
-                writer.add(np.array(sequence))
-            writer.end_document()
-    return prefix
-
-
 def corpus(prefix: Path, first_token: int, documents: int, length: int = 40) -> str:
-    return str(write(prefix, [[[first_token + number % 50] * length] for number in range(documents)]))
+    return str(write_indexed(prefix, [[[first_token + number % 50] * length] for number in range(documents)]))
 
 
 def request(paths: list[str | float], part: str = "train", split: str = "969,30,1") -> DataRequest:
@@ -39,7 +30,7 @@ def request(paths: list[str | float], part: str = "train", split: str = "969,30,
 def test_bytes_are_those_of_the_format(code: int, tmp_path: Path) -> None:
     """Written out by hand from Megatron-LM's description of the format."""
     dtype = DTYPES[code]
-    write(tmp_path / "data", [[[1, 2, 3]], [[], [4]], []], dtype)
+    write_indexed(tmp_path / "data", [[[1, 2, 3]], [[], [4]], []], dtype)
     size = dtype.itemsize
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 4)
     index += struct.pack("<3i", 3, 0, 1) + struct.pack("<3q", 0, 3 * size, 3 * size) + struct.pack("<4q", 0, 1, 3, 3)
@@ -58,7 +49,7 @@ def test_tokens_take_two_bytes_up_to_the_vocabulary_for_which_megatron_s_do() ->
 def test_nearest_document_end_is_that_of_a_scan(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     lengths = generator.integers(0, 9, size=40)
-    write(tmp_path / "data", [[[1] * length] for length in lengths])
+    write_indexed(tmp_path / "data", [[[1] * length] for length in lengths])
     dataset, ends = IndexedDataset(tmp_path / "data.bin"), [0, *np.cumsum(lengths).tolist()]
     for token in range(ends[-1] + 1):
         assert abs(dataset.nearest_document_end(token) - token) == min(abs(end - token) for end in ends)
@@ -88,7 +79,11 @@ DAMAGE = {
     "header cut": (lambda p: cut(Path(f"{p}.idx"), 90), "data.idx", "is no index of Megatron-LM, or is cut off"),
     "index cut": (lambda p: cut(Path(f"{p}.idx"), 5), "data.idx", "is cut off: it has 117 bytes"),
     "tokens cut": (lambda p: cut(Path(f"{p}.bin"), 1), "data.bin", "is cut off: it has 23 bytes"),
-    "tokens longer": (lambda p: Path(f"{p}.bin").open("ab").write(b"x"), "data.bin", "is longer than its index says"),
+    "tokens longer": (
+        lambda p: Path(f"{p}.bin").open("ab").write(b"x"),
+        "data.bin",
+        "is longer than its index says",
+    ),
     "swapped": (swap, "data.idx", "is no index of Megatron-LM"),
     "version": (lambda p: patch(Path(f"{p}.idx"), 9, b"\x07"), "data.idx", "has version 7 of the format"),
     "type": (lambda p: patch(Path(f"{p}.idx"), 17, b"\x20"), "data.idx", "tokens of type 32, which are unknown"),
@@ -100,7 +95,7 @@ DAMAGE = {
 @pytest.mark.parametrize("case", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_named_with_what_is_wrong(case: tuple, tmp_path: Path) -> None:
     damage, name, problem = case
-    write(tmp_path / "data", [[[1, 2, 3]], [[4, 5]], [[6, 7, 8, 9]], [[10, 11, 12]]])
+    write_indexed(tmp_path / "data", [[[1, 2, 3]], [[4, 5]], [[6, 7, 8, 9]], [[10, 11, 12]]])
     damage(tmp_path / "data")
     with pytest.raises(ConfigError, match=rf'^data.paths = "{tmp_path}/{name}": .*{problem}'):
         open_source(request([str(tmp_path / "data")]))
@@ -114,7 +109,7 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
 
 
 def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:
-    paths = [1, corpus(tmp_path / "a", 0, 300), 1, str(write(tmp_path / "b", [[[1] * 100]]))]
+    paths = [1, corpus(tmp_path / "a", 0, 300), 1, str(write_indexed(tmp_path / "b", [[[1] * 100]]))]
     blend = open_source(request(paths, "validation", split="969,31,0"))
     assert blend.paths == [paths[1]]
     assert len(blend) == len(blend.sources[0])
@@ -131,7 +126,6 @@ REFUSED = {
     "an empty source": ([1, "A", 1, "E"], r"the training split of .*E has 0 tokens"),
     "a source named twice": ([1, "A", 3, "A"], "A.*is named twice; give it once"),
     "no path": ([], 'dataset "indexed" needs the paths'),
-    "another vocabulary": (["V"], "contains the token 400, but the model's vocab_size is 300"),
 }
 
 
@@ -139,8 +133,7 @@ REFUSED = {
 def test_bad_sources_are_one_sentence(case: tuple[list[str | float], str], tmp_path: Path) -> None:
     corpus(tmp_path / "A", 0, 20)
     corpus(tmp_path / "B", 0, 20)
-    write(tmp_path / "E", [])
-    write(tmp_path / "V", [[[400] * 100]])
+    write_indexed(tmp_path / "E", [])
     paths, problem = case
     with pytest.raises(ConfigError, match=problem):
         open_source(request([str(tmp_path / path) if str(path).isupper() else path for path in paths]))
@@ -181,3 +174,26 @@ def test_numbers_are_weights_and_strings_are_paths() -> None:
     for unfit in (True, float("nan"), float("inf"), None):
         with pytest.raises(ValueError, match="should be paths in quotes"):
             Data(paths=[unfit, "/a"])
+
+
+def test_masks_need_documents_that_end_with_the_tokenizers_token(tmp_path: Path) -> None:
+    paths = {end: str(write_indexed(tmp_path / str(end), [[[1, 2, 3, end]]] * 40)) for end in (256, 4)}
+
+    def opened(end: int, **settings: bool) -> int:
+        section = Data(dataset="indexed", paths=[paths[end]], **settings)
+        return len(open_source(DataRequest(section, "train", SEQ_LEN, 0, 257, tmp_path)))
+
+    assert opened(256, reset_attention_mask=True) and opened(4, prefix_lm=True)
+    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+        with pytest.raises(ConfigError, match=r"do not end with token 256.*data\.tokenizer.*--append_eod"):
+            opened(4, **{key: True})
+
+
+@pytest.mark.parametrize("wrong", [300, -7])
+def test_a_token_that_the_model_has_not_is_named(tmp_path: Path, wrong: int) -> None:
+    path = str(write_indexed(tmp_path / "a", [[[1] * 200], [[*[2] * 100, wrong, *[2] * 100]]], DTYPES[4]))
+    source = open_source(request([path], split="1,0,0"))
+    with pytest.raises(ConfigError, match=rf"data\.paths.*contains the token {wrong}.*vocab_size is 300") as error:
+        for index in range(len(source)):
+            source[index]
+    assert path in str(error.value)

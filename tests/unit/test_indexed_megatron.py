@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from titan_like.data.readers.indexed import DTYPES, IndexedDataset, IndexedWriter
-from titan_like.data.text.preprocess import Job, tokenize_files
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of packages that it does without
@@ -47,14 +46,3 @@ def test_both_write_the_same_bytes_and_read_each_other(dtype: np.dtype, tmp_path
     for number, expected in enumerate(sequences(dtype)):
         assert np.array_equal(ours[number], expected)
         assert np.array_equal(theirs[number], expected)
-
-
-def test_it_reads_what_preprocess_data_writes(tmp_path: Path) -> None:
-    texts = ["first", "", "third: ä"]
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
-    tokenize_files(Job(sorted(tmp_path.glob("*.txt")), "byte"), tmp_path / "out")
-    theirs = megatron.IndexedDataset(str(tmp_path / "out"))
-    assert theirs.index.dtype == np.uint16
-    assert [theirs[number].tolist() for number in range(len(theirs))] == [[*text.encode(), 256] for text in texts]
-    assert theirs.document_indices.tolist() == [0, 1, 2, 3]

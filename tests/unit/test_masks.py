@@ -2,28 +2,27 @@
 
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from tests.e2e.scripts import Script
 from tests.float64 import bound, in_float64
+from tests.unit.hugging_face_cases import moe_config
 from titan_like.config import ConfigError
 from titan_like.config.load import load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.config.schema import Model as ModelSection
-from titan_like.data.loading.open_source import open_source
-from titan_like.data.objectives.masks import masks_of
-from titan_like.data.readers.indexed import IndexedWriter
-from titan_like.data.source import DataRequest, Source
-from titan_like.models.batch import Batch
+from titan_like.data.batch import Batch
+from titan_like.data.objectives.masks import Masks, masks_of
 from titan_like.models.layers.attention import AttentionCore, flex_attention
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.interval_attention import Scores, interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
-from titan_like.models.registry import build_model, model_config
+from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.train.rules import check_rules
 
@@ -93,45 +92,21 @@ def test_interval_attention_and_its_gradients(
         assert (found - wanted).abs().max() <= bound() * wanted.abs().max()
 
 
-@pytest.mark.parametrize("seq_len", [7, 40, 300])
-def test_windows_hide_keys_by_their_number_in_the_row(seq_len: int) -> None:
-    """With and without documents. A window counts the token itself; one of the whole sequence is no window."""
-    generator = torch.Generator().manual_seed(seq_len)
-    order = torch.arange(seq_len).expand(2, -1)
-    causal = KeyRanges(torch.zeros_like(order), order + 1)
-    documents = intervals(2, seq_len, generator)._replace(end=order + 1)
-    q, k, v = (torch.randn(2, 4, seq_len, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    for window in (1, 7, 130):
-        core = AttentionCore(0.0, window=window)
-        for given, whole in ((None, causal), (documents, documents)):
-            wanted = dense(q, k, v, within(whole, window).mask())
-            made = core.key_ranges(2, seq_len, q.device, given)
-            assert (made is given) == (window >= seq_len)
-            for mask in (given, made):  # whether the core makes it or the model has made it
-                assert (core(q, k, v, mask) - wanted).abs().max() <= bound() * wanted.abs().max()
+def test_causal_layers_share_no_mask_with_others() -> None:
+    causal, other = (AttentionCore(0.0, is_causal=is_causal, softcap=5.0) for is_causal in (True, False))
+    assert causal.mask_settings != other.mask_settings
+
+
+def test_masks_and_settings_that_attention_cannot_take_are_refused() -> None:
+    visible, (q, k, v) = intervals(1, 7, torch.Generator().manual_seed(1)), torch.zeros(3, 1, 2, 7, 8)
+    assert AttentionCore(0.0, window=7).key_ranges(1, 7, q.device, visible) is visible  # which is no window
     with pytest.raises(ValueError, match="a window of 5 got a mask for a window of 6"):
-        AttentionCore(0.0, window=5)(q, k, v, within(causal, 6)._replace(window=6))
+        AttentionCore(0.0, window=5)(q, k, v, visible._replace(window=6))
+    with pytest.raises(ValueError, match="either the keys that queries see, or a bias"):
+        AttentionCore(0.0)(q, k, v, visible, torch.zeros(1, 1, 7, 7))
     for refused in ({"dropout": 0.1, "softcap": 2.0}, {"dropout": 0.0, "is_causal": False, "window": 2}):
         with pytest.raises(ValueError, match=r"set (dropout|it) to 0"):
             AttentionCore(**refused)
-
-
-def test_layers_share_a_mask_only_if_all_that_shapes_it_agrees() -> None:
-    """Causal and bidirectional layers with a soft cap, and one with a window, in one model."""
-    shape = model_config(ModelSection(family="decoder", flavor="debug"))
-    model, seq_len = build_model(shape, "decoder"), 9
-    cores = [
-        AttentionCore(0.0, softcap=5.0),
-        AttentionCore(0.0, is_causal=False, softcap=5.0),
-        AttentionCore(0.0, window=3),
-    ]
-    for layer, core in zip(model.layers.values(), cores, strict=False):
-        layer.attention.core = core
-    masks = model.masks(Batch(torch.zeros(2, seq_len, dtype=torch.int64)))
-    causal = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
-    wanted = [causal, torch.ones_like(causal), causal.triu(-2)]
-    for ranges, visible in zip(masks.values(), wanted, strict=False):
-        assert ranges is not None and ranges.mask()[0, 0].equal(visible)
 
 
 def test_half_types_round_only_their_inputs_and_outputs() -> None:
@@ -150,23 +125,6 @@ def test_operator_is_correct_for_torch() -> None:
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     inputs = q, k, v, visible.first, visible.end, sinks, 0.5, 2.0
     torch.library.opcheck(torch.ops.titan_like.interval_attention.default, inputs)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 1e-30])  # a mask of all pairs where probabilities may be dropped
-@pytest.mark.parametrize("scale", [None, 1.0])
-def test_attention_scales_the_scores_whatever_hides_keys(scale: float | None, dropout: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    visible = intervals(2, 21, generator)
-    q, k, v = (torch.randn(2, 4, 21, 8, generator=generator, dtype=torch.float64) for _ in range(3))
-    core, wanted = AttentionCore(dropout, scale=scale), dense(q, k, v, visible.mask(), scale)
-    for width in (8, 5):  # heads of values may be narrower than those of keys
-        part = wanted[..., :width]
-        assert (core(q, k, v[..., :width], visible) - part).abs().max() <= bound() * part.abs().max()
-    hidden = torch.zeros(21, 21, dtype=torch.float64).masked_fill(~visible.mask()[0, 0], -math.inf)[None, None]
-    alone = dense(q[:1], k[:1], v[:1], visible.mask()[:1], scale)
-    assert (core(q[:1], k[:1], v[:1], bias=hidden) - alone).abs().max() <= bound() * alone.abs().max()
-    with pytest.raises(ValueError, match="either the keys that queries see, or a bias"):
-        core(q, k, v, visible, hidden)
 
 
 @pytest.mark.parametrize("seq_len", [256, 300, 40])
@@ -225,11 +183,26 @@ def test_a_family_of_causal_attention_alone_has_no_masks() -> None:
         check_rules(config, Plain(**model.model_dump()), resolve_layout(config.parallelism, 1))
 
 
+def test_next_tokens_of_other_documents_carry_no_loss() -> None:
+    """A document ends with token 0. The last label of the sample has no next one."""
+    config = model_config(ModelSection(family="decoder", flavor="debug_latent"))
+    tokens = torch.tensor([5, 6, 0, 7, 8, 0, 9])
+    sample = Batch(tokens, torch.tensor([6, 0, 7, 8, 0, 9, 4]))
+    plain = replace(masks_of(JobConfig(), config), samples=[sample])[0]
+    assert plain.next_tokens is not None and plain.next_tokens[:-1].tolist() == tokens[1:].tolist()
+    assert plain.next_labels is not None and plain.next_labels.tolist() == [0, 7, 8, 0, 9, 4, IGNORED_LABEL]
+    masks = Masks(Data(reset_attention_mask=True, eod_mask_loss=True), 0, 0, has_next=True, samples=[sample])
+    ignored = [0, IGNORED_LABEL, IGNORED_LABEL, 0, IGNORED_LABEL, IGNORED_LABEL, IGNORED_LABEL]
+    assert masks[0].next_labels is not None and masks[0].next_labels.tolist() == ignored
+    assert masks_of(JobConfig(), moe_config()).over([sample])[0].next_labels is None
+
+
 MEMORY_OF_A_LONG_SAMPLE = """
 import pathlib, re, torch
 from titan_like.config.schema import Data
 from titan_like.data.batch import Batch, collate
 from titan_like.data.objectives.masks import Masks
+from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 from titan_like.models.layers.attention import AttentionCore
 
 torch.set_num_threads(1)
@@ -261,38 +234,6 @@ def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     kibibytes = int(done.stdout)
     assert 0 < kibibytes < 256 << 10, f"{kibibytes / 1024:.0f} MiB"  # a byte for every pair would be 1 GiB
-
-
-def write(prefix: Path, *documents: list[int]) -> str:
-    with IndexedWriter(prefix, np.dtype(np.int32)) as writer:
-        for document in documents:
-            writer.add(np.array(document))
-            writer.end_document()
-    return str(prefix)
-
-
-def test_masks_need_documents_that_end_with_the_tokenizers_token(tmp_path: Path) -> None:
-    paths = {end: write(tmp_path / str(end), *[[1, 2, 3, end]] * 40) for end in (256, 4)}
-
-    def opened(end: int, **settings: object) -> Source:
-        section = Data(dataset="indexed", paths=[paths[end]], **settings)  # type: ignore[arg-type]
-        return open_source(DataRequest(section, "train", 8, 0, 257, tmp_path))
-
-    assert len(opened(256, reset_attention_mask=True)) and len(opened(4, prefix_lm=True))
-    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
-        with pytest.raises(ConfigError, match=r"do not end with token 256.*data\.tokenizer.*--append_eod"):
-            opened(4, **{key: True})
-
-
-@pytest.mark.parametrize("wrong", [257, -7])
-def test_a_token_that_the_model_has_not_is_named(tmp_path: Path, wrong: int) -> None:
-    path = write(tmp_path / "a", [1] * 200, [*[2] * 100, wrong, *[2] * 100])
-    section = Data(dataset="indexed", paths=[path], split="1,0,0")
-    source = open_source(DataRequest(section, "train", 8, 0, 257, tmp_path))
-    with pytest.raises(ConfigError, match=rf"data\.paths.*contains the token {wrong}.*vocab_size is 257") as error:
-        for index in range(len(source)):
-            source[index]
-    assert path in str(error.value)
 
 
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 2.0, False), (70, 0.0, True), (70, 2.0, True)])

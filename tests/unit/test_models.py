@@ -4,10 +4,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.losses import summed_loss
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import LoRA
-from titan_like.models.batch import Batch
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPT
@@ -35,25 +33,6 @@ def tiny_model(family, seed=1):
     return model
 
 
-PUBLISHED = {
-    "gpt": {"gpt2_124m": 124_439_808, "gpt2_355m": 354_823_168, "gpt2_774m": 774_030_080, "gpt2_1558m": 1_557_611_200},
-    "bert": {"110m": 109_514_298},
-    "llama": {
-        "llama2_7b": 6_738_415_616, "llama2_13b": 13_015_864_320, "llama2_70b": 68_976_648_192,
-        "llama3.1_8b": 8_030_261_248, "llama3.1_70b": 70_553_706_496, "llama3.1_405b": 405_853_388_800,
-        "llama3.2_1b": 1_235_814_400, "llama3.2_3b": 3_212_749_824,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "published"),
-    [(f, name, count) for f, counts in PUBLISHED.items() for name, count in counts.items()],
-)
-def test_parameter_count_equals_the_published_checkpoint(family, name, published):
-    assert flavor(family, name).num_parameters(padded=False) == published
-
-
 SIZES = [
     (family, name)
     for family in ("gpt", "llama", "moe", "bert", "t5")
@@ -63,26 +42,12 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("family", "name"), SIZES)
-@pytest.mark.parametrize("size", [10**9, 10**18, 2**62])
+@pytest.mark.parametrize("size", [10**9, 2**62])
 def test_a_size_is_counted_or_refused_whatever_it_is(family, name, size):
     """Bytes of a matrix fit into 63 bits, and layers can be built one by one."""
     with suppress(ConfigError):
         settings = [f"--model.family={family}", "--model.flavor=debug", f"--model.overrides.{name}={size}"]
         assert model_config(load_config(settings).model).num_parameters() > 0
-
-
-PRINTED = {  # in billions; those of Table 1 are in test_flops
-    **{f"megatron_{size}b": size for size in ("1.2", "2.5", "4.2", "8.3")},
-    **{f"megatron_eval_{size}b": size for size in ("2.5", "8.3")},
-    **{f"gpt3_{size}b": size for size in ("1.3", "2.7", "6.7", "13", "175")},
-} | {"megatron_eval_355m": "0.355", "gpt3_125m": "0.125", "gpt3_760m": "0.76"}
-
-
-@pytest.mark.parametrize(("name", "printed"), PRINTED.items())
-def test_parameter_count_rounds_to_the_paper_s_billions(name, printed):
-    billions = flavor("gpt", name).num_parameters(padded=False) / 1e9
-    decimals = len(printed.partition(".")[2])
-    assert f"{billions:.{decimals}f}" == printed
 
 
 @pytest.mark.parametrize(
@@ -93,41 +58,6 @@ def test_analytic_count_equals_the_built_model(family, name):
     with torch.device("meta"):
         model = build_model(config, family)
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters()
-
-
-def test_flavor_of_the_run_s_own_toml(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text(
-        '[model]\nfamily = "llama"\nflavor = "mine"\noverrides = { num_layers = 3 }\n'
-        "[model.flavors.mine]\nnum_layers = 2\nhidden_size = 64\nnum_attention_heads = 8\nnum_kv_heads = 4\n"
-        "vocab_size = 300\nmax_seq_len = 32\n"
-    )
-    model = model_config(load_config([f"--job.config_file={file}"]).model)
-    assert (model.num_layers, model.hidden_size, model.num_kv_heads, model.head_dim) == (3, 64, 4, 8)
-    assert model.ffn_hidden_size == 256  # not set: 4 × hidden_size
-
-
-def test_other_projects_names_of_a_model_s_fields_lead_to_ours():
-    names = {"n_layer": "num_layers", "intermediate_size": "ffn_hidden_size", "num_layer": "num_layers"}
-    for name, field in names.items():
-        with pytest.raises(ConfigError, match=rf"model\.overrides\.{name} = 2: unknown field; did you mean {field}\?"):
-            model_config(load_config([f"--model.overrides.{name}=2"]).model)
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_padding_logits_have_no_probability_and_no_gradient(family):
-    model = tiny_model(family)
-    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
-    logits = model(Batch(tokens))
-    assert logits.shape == (2, 24, 128)
-    assert (logits[..., 97:] == -math.inf).all()
-    assert logits[..., :97].isfinite().all()
-    summed_loss(model, tokens, tokens.roll(-1, 1)).backward()
-    for table in [model.embedding] + ([model.output] if not model.config.tied_embeddings else []):
-        assert (table.weight.grad[97:] == 0).all()
-    used = (model.embedding if model.config.tied_embeddings else model.output).weight.grad[:97]
-    assert used.isfinite().all()
-    assert (used != 0).any(dim=1).all()
 
 
 def test_same_seed_and_name_give_the_same_weights_and_others_do_not():

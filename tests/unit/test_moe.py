@@ -18,7 +18,7 @@ from titan_like.config.schema import Model
 from titan_like.models import hugging_face
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, SparseMLP, expert_product
-from titan_like.models.registry import flavors, model_config
+from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import dry_run
 
 DEBUG = ["--job.config_file", str(Path(__file__).parents[2] / "train_configs/debug_moe.toml")]
@@ -85,17 +85,6 @@ def test_flavors_have_the_published_coefficients():
     published |= {"qwen3_235b_a22b": 0.008 / 94, "olmoe_1b_7b": 0.01 / 2, "deepseek_moe_16b": 0.001}
     for flavor, coefficient in published.items():
         assert model_config(Model(family="moe", flavor=flavor)).balance_coefficient == pytest.approx(coefficient)
-
-
-def test_an_expert_without_tokens_gets_zeros():
-    mlp = random_mlp(balance="bias")
-    assert mlp.router.bias is not None
-    mlp.router.bias[2], mlp.router.bias[4] = -100, -100
-    mlp(inputs()).square().sum().backward()
-    assert mlp.router.counts[[2, 4]].tolist() == [0, 0] and mlp.router.counts.sum() == 42
-    for name in ("gate", "up", "down"):
-        gradient = getattr(mlp.experts, name).weight.grad.unflatten(0, (5, -1))
-        assert [bool(one.any()) for one in gradient] == [True, True, False, True, False]
 
 
 def test_the_grouped_product_and_the_loop_are_one():
@@ -188,17 +177,14 @@ def test_a_dry_run_counts_what_a_token_uses():
     assert 0 <= found.state.num_parameters - total / 16 <= routers / 16
 
 
-def test_flavors_have_the_parameters_that_their_authors_give():
-    """In billions, in total and of those that a token uses with the output matrix, but without the embedding table."""
+def test_flavors_use_the_parameters_that_their_authors_give():
+    """Billions of those that a token uses with the output matrix, but without the embedding table."""
     given = {
-        "mixtral_8x7b": (46.7, 12.7), "mixtral_8x22b": (140.6, 39.0), "qwen3_30b_a3b": (30.5, 3.0),
-        "qwen3_235b_a22b": (235.1, 21.6), "olmoe_1b_7b": (6.9, 1.2), "deepseek_moe_16b": (16.4, 2.6),
+        "mixtral_8x7b": 12.7, "mixtral_8x22b": 39.0, "qwen3_30b_a3b": 3.0, "qwen3_235b_a22b": 21.6,
+        "olmoe_1b_7b": 1.2, "deepseek_moe_16b": 2.6,
     }  # fmt: skip
-    for flavor, (total, active) in given.items():
+    for flavor, active in given.items():
         model = model_config(Model(family="moe", flavor=flavor))
-        parts = model.parts
-        used = parts.head_matrices + sum(
-            count * kind.matrices[0] for count, kind in zip(model.layer_counts, parts.kinds, strict=True)
-        )
-        assert (round(model.num_parameters() / 1e9, 1), round(used / 1e9, 1)) == (total, active), flavor
-    assert set(given) | {"debug"} == set(flavors("moe"))
+        of_layers = zip(model.layer_counts, model.parts.kinds, strict=True)
+        used = model.parts.head_matrices + sum(count * kind.matrices[0] for count, kind in of_layers)
+        assert round(used / 1e9, 1) == active, flavor

@@ -40,13 +40,6 @@ def arguments(race: Path, settings: dict[str, object]) -> list[str]:
     return [f"--{key}={value}" for key, value in whole.items()]
 
 
-def test_splits_have_fingerprints_of_their_own(race: Path, tmp_path: Path) -> None:
-    section = Data(dataset="race", paths=[str(race)], tokenizer=str(race / "tokenizer.json"))
-    requests = [DataRequest(section, split, SEQ, 5, len(VOCABULARY), tmp_path) for split in ("train", "validation")]
-    one, other = map(open_source, requests)
-    assert one.fingerprint != other.fingerprint
-
-
 def test_long_questions_and_passages_are_cut_as_megatron_lm_cuts_them(tmp_path: Path) -> None:
     record = {
         "article": "  a long\n\npassage .\t" * 200,
@@ -101,9 +94,8 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, values: dict[str, object
         read_questions(tmp_path, ByteTokenizer())
 
 
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys, placement: str) -> None:
-    shape = bert_config(norm_placement=placement, sentence_head="choice", vocab_size=len(VOCABULARY), dropout=0.5)
+def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys) -> None:
+    shape = bert_config(norm_placement="post", sentence_head="choice", vocab_size=len(VOCABULARY), dropout=0.5)
     model = random_model(shape).float()
     save_checkpoint(tmp_path / "run", model)
     questions = read_questions(race / "test", build_tokenizer(str(race / "tokenizer.json")))

@@ -7,12 +7,19 @@ import pytest
 from titan_like.config import ConfigError, load_config
 from titan_like.train.rules import resolve_settings
 
+SHORT = {
+    "--LATENT": "--model.family=decoder --model.flavor=debug_latent --model.overrides",
+    "--BERT.": "--model.family=bert --model.overrides.",
+    "--BERT ": "--model.family=bert ",
+    "--CHATS": "--data.dataset=conversations --data.paths=chats.jsonl",
+}
 # Processes and settings => parts of the sentence. A run has one step where its length is not set.
 REFUSED = """
 # models
 1 --model.family=gtp => model.family ; "gtp" ; did you mean gpt?
 1 --model.flavor=debgu => model.flavor ; "debgu" ; did you mean debug?
 1 --model.overrides.hidden_sise=64 => model.overrides.hidden_sise = 64 ; did you mean hidden_size?
+1 --model.overrides.n_layer=2 => model.overrides.n_layer = 2 ; did you mean num_layers?
 1 --model.overrides.hidden_size=x => model.overrides.hidden_size ; "x" ; integer
 1 --model.overrides.hidden_size.x=1 => model.overrides.hidden_size ; integer
 1 --model.overrides.num_layers=0 => model.overrides.num_layers = 0 ; greater than 0
@@ -53,6 +60,17 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=decoder --model.overrides.gated=false --model.overrides.activation=clamped_swiglu \
 => clamped_swiglu ; set gated to true
 1 --model.family=decoder --model.overrides.norm=layer --model.overrides.qk_norm=all => qk_norm "all" ; set norm to rms
+1 --LATENT.kv_lora_rank=0 => q_lora_rank 48 needs latent attention; set kv_lora_rank, or q_lora_rank = 0
+1 --LATENT.rope_head_size=0 => needs nope_head_size, rope_head_size and value_head_size ([16, 0, 16])
+1 --LATENT.head_size=32 => the first two make up head_size (32)
+1 --LATENT.value_head_size=25 => value_head_size 25 is more than head_size 24
+1 --LATENT.num_kv_heads=2 => latent attention has no num_kv_heads 2; leave it at 4
+1 --LATENT.rotary_fraction=0.5 => latent attention has no rotary_fraction 0.5
+1 --LATENT.attention_bias=qkv => latent attention has no attention_bias "qkv"; use "none" or "all"
+1 --LATENT.router_groups=3 => router_groups 3 must divide num_experts 8
+1 --LATENT.router_groups=8 --model.overrides.router_top_groups=8 \
+=> router_groups 8 must divide num_experts 8 in groups of 2
+1 --LATENT.experts_per_token=5 => must have experts_per_token (5) experts
 1 --model.family=llama '--model.overrides.rope_scaling={type = "yarn", factor = 8.0}' \
 => yarn scaling needs original_max_seq_len
 # lengths and batches; the batch is of 16 samples
@@ -117,6 +135,34 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=t5 --data.mlm_max_ngram=3 => which this does not change; leave it out, or train bert
 1 --model.family=t5 --evaluation.interval=1 '--evaluation.datasets=["text=README.md"]' \
 => t5 predicts removed spans, but these predict the next token
+1 --model.family=gpt --data.noise_density=0.2 => gpt predicts the next token, which this does not change ; train t5
+1 --model.family=gpt --data.mean_noise_span_length=5 => gpt predicts the next token, which this does not change
+1 --model.family=gpt --training.decoder_seq_len=64 => gpt predicts the next token, which this does not change
+1 --model.family=gpt --data.mlm_whole_words=true => gpt predicts the next token, which this does not change
+1 --model.family=bert --data.prefix_lm=true => bert has only bidirectional attention over whole samples
+1 --model.family=bert --data.eod_mask_loss=true => bert predicts masked tokens, never the first token of the next doc
+# pairs of sentences and questions
+1 --model.family=gpt --data.sentence_objective=sentence_order => needs a head for pairs of sentences
+1 --BERT --data.sentence_objective=sentence_order => set model.overrides.sentence_head to "pair"
+1 --BERT.sentence_head=pair => nothing trains this head; set data.sentence_objective to "sentence_order"
+1 --BERT.sentence_head=choice => data.dataset = "stdlib": race and sentence_head "choice" go together
+1 --BERT --data.dataset=race => data.dataset = "race": race and sentence_head "choice" go together
+1 --BERT.sentence_head=pair --data.sentence_objective=sentence_order --training.seq_len=4 \
+=> two sentences need 5 tokens; use at least that
+1 --BERT.sentence_head=choice --data.dataset=race --training.micro_batch_size=6 --training.global_batch_size=24 \
+=> a question is 4 samples ; multiple
+1 --BERT.sentence_head=choice --model.overrides.tied_embeddings=true => has no output matrix to tie; set tied_emb
+1 --BERT.sentence_head=pair --data.sentence_objective=sentence_order --model.overrides.num_token_types=1 \
+=> needs two token types; set num_token_types
+# conversations
+1 --CHATS --model.family=bert => bert ; and cannot be fine-tuned on answers
+1 --CHATS --model.family=t5 => t5 ; and cannot be fine-tuned on answers
+1 --CHATS --data.reset_position_ids=true => data.reset_attention_mask = false: conversations share a sample
+1 --CHATS --data.reset_attention_mask=true => data.reset_position_ids = false: conversations share a sample
+1 --CHATS --data.reset_attention_mask=true --data.reset_position_ids=true --data.prefix_lm=true \
+=> data.prefix_lm = true: a random prefix would take answers out of the loss
+1 --CHATS --data.reset_attention_mask=true --data.reset_position_ids=true --data.eod_mask_loss=true \
+=> data.eod_mask_loss = true: an end of document before an answer would take answers out of the loss
 # pipelines
 2 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_schedule=interleaved_1f1b \
 => pipeline_schedule ; virtual_stages_per_rank of at least 2 ; use 1f1b
@@ -165,6 +211,10 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 2 --model.family=moe --parallelism.tensor_parallel_degree=2 --parallelism.sequence_parallel=true \
 --parallelism.expert_tensor_parallel_degree=2 --parallelism.expert_parallel_degree=2 \
 => expert_parallel_degree = 2: does not divide shard × context = 1·1 = 1; use a divisor of it
+3 --model.family=decoder --model.flavor=debug_biases --model.overrides.num_attention_heads=6 \
+--model.overrides.num_kv_heads=3 --model.overrides.head_size=16 --model.overrides.expert_ffn_hidden_size=48 \
+--parallelism.tensor_parallel_degree=3 --parallelism.expert_tensor_parallel_degree=3 --training.seq_len=48 \
+--parallelism.sequence_parallel=true => does not divide the model's hidden_size (128)
 2 --model.family=llama --parallelism.expert_parallel_degree=2 \
 => parallelism.expert_parallel_degree = 2: llama has no experts; use 1
 1 --model.family=llama --activation_checkpoint.mode=experts => llama has no experts to recompute
@@ -180,6 +230,8 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 @pytest.mark.parametrize("case", [line for line in REFUSED.splitlines() if not line.startswith("#")])
 def test_what_rules_refuse(case: str) -> None:
     given, _, words = case.partition("=> ")
+    for name, long in SHORT.items():
+        given = given.replace(name, long)
     processes, *settings = shlex.split(given)
     has_length = any(
         word.startswith(("--training.s", "--training.tokens", "--training.e")) and "seq" not in word

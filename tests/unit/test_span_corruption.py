@@ -4,19 +4,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models
 
+from tests.unit.tokenizer_cases import save_words
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
-from titan_like.data.batch import Batch
 from titan_like.data.loading.lengths import SampleLength, raw_length, sample_length, span_counts, targets_length
 from titan_like.data.objectives.masks import masks_of
-from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.models.config import TransformerConfig
-from titan_like.train.rules import resolve_settings
-
-END, PAD, FIRST = ByteTokenizer.eod_id, ByteTokenizer.pad_id, 259  # the first sentinel
 
 
 class EncoderDecoder(TransformerConfig):
@@ -59,24 +54,11 @@ def test_lengths_of_the_paper_s_run() -> None:
     assert sample_length(longer, MODEL) == SampleLength(568, 512, 128)
 
 
-def test_what_is_drawn_stays_the_same_in_every_process_and_version() -> None:
-    """A change breaks the resuming of runs."""
-    objective = masks_of(JobConfig.model_validate({"training": {"seq_len": 64}}), MODEL, ByteTokenizer()).objective
-    tokens = torch.randint(256, (objective.length.raw + 1,), generator=torch.Generator().manual_seed(1))
-    inputs = objective.apply(Batch(tokens[:-1], tokens[1:].clone()), 3, 10).tokens
-    assert (inputs[:64] >= FIRST).nonzero().flatten().tolist() == [20, 26, 62]
-
-
-def tokenizer_file(folder: Path, tokens: list[str]) -> str:
-    Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, [])).save(str(folder / "t.json"))
-    return str(folder / "t.json")
-
-
 def test_sentinels_and_padding_of_tokenizers(tmp_path: Path) -> None:
     ours = build_tokenizer("byte")
     assert (ours.pad_id, ours.sentinel_ids) == (258, list(range(259, 359)))
     tokens = ["<pad>", "</s>", "a", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "<extra_id_4>"]
-    theirs = build_tokenizer(tokenizer_file(tmp_path, tokens))
+    theirs = build_tokenizer(save_words(tmp_path, tokens))
     assert (theirs.pad_id, theirs.eod_id, theirs.sentinel_ids) == (0, 1, [5, 4, 3])
 
 
@@ -86,10 +68,10 @@ def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
             masks_of(JobConfig.model_validate(values), model)
         return str(error.value)
 
-    few = tokenizer_file(tmp_path, ["<pad>", "</s>", "<extra_id_0>"])
+    few = save_words(tmp_path, ["<pad>", "</s>", "<extra_id_0>"])
     told = refusal(data={"tokenizer": few}, training={"seq_len": 512})
     assert "has 1 sentinels" in told and "each of a sample's 28 spans needs one" in told
-    no_padding = tokenizer_file(tmp_path, ["</s>", *(f"<extra_id_{number}>" for number in range(9))])
+    no_padding = save_words(tmp_path, ["</s>", *(f"<extra_id_{number}>" for number in range(9))])
     assert "has no padding token" in refusal(data={"tokenizer": no_padding}, training={"seq_len": 64})
     small = MODEL.model_copy(update={"vocab_size": 257})
     assert "its padding and sentinels go up to 272, but the model's vocab_size is 257" in refusal(small)
@@ -99,10 +81,3 @@ def test_what_cannot_be_corrupted_is_one_sentence(tmp_path: Path) -> None:
     assert "training.decoder_seq_len = 113: the targets of 512 encoder positions need 114" in told
     told = refusal(data={"noise_density": 0.7, "mean_noise_span_length": 1.0})
     assert "data.noise_density = 0.7: " in told and "raise data.mean_noise_span_length" in told
-
-
-def test_its_settings_are_refused_elsewhere() -> None:
-    for setting in ("data.noise_density=0.2", "data.mean_noise_span_length=5", "training.decoder_seq_len=64"):
-        config = load_config([f"--{setting}", "--training.steps=1"])
-        with pytest.raises(ConfigError, match=r"gpt predicts the next token, which this does not change; .*train t5"):
-            resolve_settings(config, 1)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors
 
 from tests.unit.hugging_face_cases import llama_config, random_model, save_checkpoint
-from tests.unit.tokenizer_cases import save_kind, trained
+from tests.unit.tokenizer_cases import save_kind, save_words, trained
 from titan_like.checkpoint.checks import OtherRunError, check_same_run
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.step_folders import RunState, complete_checkpoint, read_run_state, unfinished_path
@@ -62,7 +62,7 @@ def test_begin_end_and_padding_are_those_of_transformers(tmp_path: Path, kind: s
     ],
 )
 def test_tokens_of_a_folder_are_those_of_transformers(tmp_path: Path, files: dict[str, Any], names: list[str]) -> None:
-    _save_words(tmp_path, ["a", "</s>", DEEPSEEK, "b"])
+    save_words(tmp_path, ["a", "</s>", DEEPSEEK, "b"])
     _save_json(tmp_path, files | {"tokenizer_config.json": FAST | files["tokenizer_config.json"]})
     ours, theirs = build_tokenizer(str(tmp_path)), _theirs(tmp_path)
     assert ours.eod_id == theirs.eos_token_id == theirs.convert_tokens_to_ids(names[0])
@@ -174,7 +174,7 @@ def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
     ],
 )
 def test_companions_that_cannot_be_are_named(tmp_path: Path, file: str, content: Any) -> None:
-    _save_words(tmp_path, ["a", "</s>"])
+    save_words(tmp_path, ["a", "</s>"])
     _save_json(tmp_path, {file: content})
     with pytest.raises(ConfigError, match=rf"has .*{file}"):
         build_tokenizer(str(tmp_path))
@@ -182,7 +182,8 @@ def test_companions_that_cannot_be_are_named(tmp_path: Path, file: str, content:
 
 @pytest.mark.parametrize("bos", ["auto", "always"])
 def test_an_end_of_document_does_not_begin_one_too(tmp_path: Path, bos: str) -> None:
-    _save_words(tmp_path, ["a", "</s>"], "</s> $A")
+    template = processors.TemplateProcessing("</s> $A", "</s> $A $B", [("</s>", 1)])
+    save_words(tmp_path, ["a", "</s>"], template)
     _save_json(tmp_path, {"tokenizer_config.json": FAST | {"bos_token": "</s>", "eos_token": "</s>"}})
     assert build_tokenizer(str(tmp_path), options=TokenOptions(bos=bos)).first_ids == []
     out = _export(tmp_path, {"tokenizer": str(tmp_path), "bos": bos})
@@ -242,41 +243,24 @@ def test_a_run_goes_on_with_a_copy_of_its_tokenizer(tmp_path: Path) -> None:
             check_same_run(path, config, CheckpointWeights(path).model)
 
 
-def test_a_run_with_its_own_tokenizer_adds_its_end(tmp_path: Path) -> None:
-    """To the ends that its source has; a resume adds nothing more."""
-    source, own = save_kind(tmp_path / "source", "l3", eos_token="<|end_of_text|>"), save_kind(tmp_path / "own", "l3")
-    _save_json(source.parent, {"generation_config.json": {"eos_token_id": 299, "top_k": 5}})
-    _save_json(source.parent, {"config.json": {"eos_token_id": 299}})
-    assert (
-        json.loads(origin_files(source.parent, Data(tokenizer=str(source)))["generation_config.json"])["eos_token_id"]
-        == 299
-    )
-    folder = source.parent
-    for name in ("one", "two"):
-        out = _export(tmp_path / name, {"tokenizer": str(own)}, folder)
-        folder = tmp_path / name / "run" / "step-1"
-        assert end_ids(folder) == end_ids(out) == [299, 302] and build_tokenizer(str(folder)).eod_id == 302
-        assert json.loads((out / "config.json").read_text())["eos_token_id"] == [299, 302]
-        assert json.loads((out / "generation_config.json").read_text())["top_k"] == 5
-
-
+OF_SOURCE = {"generation_config.json": {"eos_token_id": 298, "top_k": 5}}
 BOTH_ENDS = {"generation_config.json": {"eos_token_id": [302, 299], "temperature": 0.5}}
 
 
-@pytest.mark.parametrize(
-    ("about", "of_source"),
-    [
-        (BOTH_ENDS, None),  # a run from scratch
-        (BOTH_ENDS, {"config.json": {"eos_token_id": 298}}),
-        (
-            BOTH_ENDS,
-            {"config.json": {"eos_token_id": 298}, "generation_config.json": {"eos_token_id": 298, "top_k": 5}},
-        ),
-        ({"config.json": {"eos_token_id": [299, 302]}}, {"config.json": {"eos_token_id": None}}),
-        ({"generation_config.json": {"eos_token_id": 299}}, {"generation_config.json": {"top_k": 5}}),
-    ],
+# Files of the tokenizer's folder and of the source's.
+ENDS: list[tuple[Any, Any]] = [
+    (BOTH_ENDS, None),  # a run from scratch
+    (BOTH_ENDS, {"config.json": {"eos_token_id": 298}}),
+    (BOTH_ENDS, {"config.json": {"eos_token_id": 298}} | OF_SOURCE),
+    ({"config.json": {"eos_token_id": [299, 302]}}, {"config.json": {"eos_token_id": None}}),
+    ({"generation_config.json": {"eos_token_id": 299}}, {"generation_config.json": {"top_k": 5}}),
+]
+OWN_END = {}, {"config.json": {"eos_token_id": 299}, "generation_config.json": {"eos_token_id": 299}}
+
+
+@pytest.mark.parametrize(  # the source's folder has the same tokenizer, or another
+    ("about", "of_source", "same"), [*((*files, same) for files in ENDS for same in (False, True)), (*OWN_END, False)]
 )
-@pytest.mark.parametrize("same", [False, True])  # whether the source's folder has the same tokenizer
 def test_all_ends_of_the_tokenizers_folder_end_texts_everywhere(
     tmp_path: Path, about: dict[str, Any], of_source: dict[str, Any] | None, same: bool
 ) -> None:
@@ -298,7 +282,8 @@ def test_all_ends_of_the_tokenizers_folder_end_texts_everywhere(
         assert {*ends} == wanted and len(ends) == len(wanted)
         folder = run
     to_hugging_face(CheckpointWeights(run), tmp_path / "other", None, 10**9, str(spec))  # to-hf --tokenizer
-    assert stop_ids(build_tokenizer(str(tmp_path / "other")), tmp_path / "other") == {302, 299}
+    own = {302, 299} if about else {302}
+    assert stop_ids(build_tokenizer(str(tmp_path / "other")), tmp_path / "other") == own
 
 
 def test_tokens_of_the_folder_change_what_is_tokenized_already(tmp_path: Path) -> None:
@@ -336,10 +321,3 @@ def _theirs(folder: Path) -> Any:
 def _save_json(folder: Path, files: dict[str, Any]) -> None:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-
-
-def _save_words(folder: Path, words: list[str], template: str = "$A") -> None:
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(template, f"{template} $B", [("</s>", 1)])
-    tokenizer.save(str(folder / "tokenizer.json"))

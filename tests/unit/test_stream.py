@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import random
 import re
 import sys
@@ -65,36 +64,6 @@ def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
             by_reader.update((reader, shard, record) for record in records)
     every = Counter(product(range(num_readers), range(5), range(1, 61)))
     assert by_epoch == by_reader == every
-
-
-@pytest.mark.parametrize("num_readers", [1, 4, 16, 17])
-@pytest.mark.parametrize("sizes", [[300, 100] * 8, [400] * 15 + [4]])
-def test_every_document_is_read_equally_often(tmp_path, sizes, num_readers):
-    """Whatever the number of readers, a file's share of the tokens is its share of the documents."""
-    (tmp_path / "data").mkdir()
-    for number, size in enumerate(sizes):
-        write_records(tmp_path / "data" / f"{number:02}.jsonl", [chr(ord("A") + number) * 15] * size)
-    source = source_of(tmp_path, num_readers=num_readers, split="1,0,0")
-    counts = torch.zeros(257, dtype=torch.int64)
-    for index in range(4 * 16 * sum(sizes) // SEQ):  # in four epochs
-        counts += source[index][0].bincount(minlength=257)
-    found = counts[65 : 65 + len(sizes)] / counts[65:81].sum()
-    wanted = torch.tensor(sizes) / sum(sizes)
-    assert ((found - wanted).abs() < 0.001).all()
-    assert ((found / wanted - 1).abs() < 0.01).all()
-
-
-def test_every_way_of_access_gives_the_same_samples(folder):
-    indices = range(3 * 3 * 64)
-    expected = samples_of(source_of(folder), indices)
-    assert not (folder / "cache").exists()
-    shuffled = random.Random(0).sample(indices, 60)
-    for some in (shuffled, indices[::-23], indices[::4]):
-        assert samples_of(source_of(folder), some) == {index: expected[index] for index in some}
-    source = source_of(folder)
-    first = samples_of(source, indices[:20])
-    pickled = pickle.loads(pickle.dumps(source))  # as for a worker
-    assert first | samples_of(pickled, indices[20:40]) == {n: expected[n] for n in indices[:40]}
 
 
 def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypatch):

@@ -11,8 +11,7 @@ from titan_like.config import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.batch import Batch
 from titan_like.models.layers.positions import RelativeBias, bucket_of
-from titan_like.models.registry import build_model, flavors
-from titan_like.models.t5.config import T5Config
+from titan_like.models.registry import build_model
 
 
 @pytest.mark.parametrize("mlp", ["gated_gelu", "relu"])
@@ -54,17 +53,6 @@ def test_the_least_distance_has_a_bucket_everywhere() -> None:
         for is_causal in (False, True):
             found = bucket_of(distance, buckets, buckets // 2 + 1, is_causal)
             assert found.min() == 0 and found.max() < buckets
-
-
-ORIGINAL = {"60m": 60.5, "220m": 222.9, "770m": 737.7, "3b": 2851.6, "11b": 11307.3}
-V1_1 = {"v1.1_77m": 77.0, "v1.1_250m": 247.6, "v1.1_780m": 783.2, "v1.1_3b": 2849.8, "v1.1_11b": 11135.3}
-
-
-@pytest.mark.parametrize(("name", "millions"), [*ORIGINAL.items(), *V1_1.items()])
-def test_flavors_have_the_sizes_of_the_released_models(name: str, millions: float) -> None:
-    config = T5Config.model_validate(flavors("t5")[name])
-    assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
-    assert config.num_decoder_layers == config.num_encoder_layers
 
 
 @pytest.mark.parametrize(("script", "family"), [("evaluate", "t5"), ("evaluate", "bert"), ("generate", "bert")])

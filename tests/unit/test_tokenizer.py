@@ -1,17 +1,16 @@
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, processors
 
 from tests.unit.plain_loop import prepared, run_settings
+from tests.unit.tokenizer_cases import save_gpt2, save_words
 from titan_like.config import ConfigError
 from titan_like.config.load import edit
-from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, Model
-from titan_like.data.text.preprocess import Job, tokenize_files
+from titan_like.config.schema import Data, JobConfig
 from titan_like.data.text.tokenizer import build_tokenizer, describe_vocabulary, tokenizer_files
-from titan_like.hugging_face.tokenizer import write_tokenizer
-from titan_like.models.registry import model_config
 from titan_like.train.job import run_job
 
 TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字", "\x00\x7f"]
@@ -19,26 +18,12 @@ TEXTS = ["", "plain", "line\nbreak\ttab  ", "žluťoučký kůň 🐎 — 漢字
 
 @pytest.fixture
 def tokenizer_json(tmp_path):
-    def write(words):
-        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        path = tmp_path / "tokenizer.json"
-        tokenizer.save(str(path))
-        return str(path)
-
-    return write
+    return partial(save_words, tmp_path)
 
 
 @pytest.fixture
 def gpt2_files(tmp_path):
-    """A vocabulary of all bytes, three merged tokens and the end of text, in GPT-2's two files."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("he", "ll")]
-    tokens = [*alphabet, *("".join(pair) for pair in merges), "<|endoftext|>"]
-    vocab, merge_file = tmp_path / "vocab.json", tmp_path / "merges.txt"
-    vocab.write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    merge_file.write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
-    return f"gpt2:{vocab},{merge_file}", tokens
+    return save_gpt2(tmp_path, [("h", "e"), ("l", "l"), ("he", "ll")])
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -50,14 +35,6 @@ def test_text_comes_back(text, gpt2_files):
     assert tokenizer.encode(text).tolist() == list(text.encode("utf-8"))
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (257, 256)
     assert tokenizer.decode([104, 0xFF, 105]) == "h\ufffdi"
-
-
-def test_tokenizer_json(tokenizer_json):
-    tokenizer = build_tokenizer(tokenizer_json(["?", "to", "be", "or", "not", "</s>"]))
-    assert tokenizer.encode("to be or not to fly").tolist() == [1, 2, 3, 4, 1, 0]
-    assert tokenizer.encode("to").dtype == "int64"
-    assert (tokenizer.vocab_size, tokenizer.eod_id) == (6, 5)
-    assert tokenizer.decode([4, 2]) == "not be"
 
 
 def test_a_tokenizer_is_read_again_only_if_its_file_has_changed(tokenizer_json):
@@ -89,15 +66,6 @@ def test_stored_truncation_and_padding_are_ignored(tokenizer_json):
     found = build_tokenizer(path)
     assert found.encode("to be to be to be").tolist() == [1, 2, 1, 2, 1, 2]
     assert [ids.tolist() for ids in found.encode_all(["to", "to be to"])] == [[1], [1, 2, 1]]
-
-
-def test_gpt2_merges_bytes(gpt2_files):
-    spec, tokens = gpt2_files
-    tokenizer = build_tokenizer(spec)
-    ids = tokenizer.encode("hello hell")
-    assert [tokens[i] for i in ids] == ["hell", "o", "Ġ", "hell"]
-    assert tokenizer.vocab_size == len(tokens) == 260
-    assert tokenizer.eod_id == 259
 
 
 def test_a_folder_is_its_tokenizer(tokenizer_json, gpt2_files, tmp_path):
@@ -192,14 +160,6 @@ def test_a_name_of_the_hub_is_its_tokenizer_json(tokenizer_json, tmp_path, monke
     assert tokenizer_files("org/name") == [path] and asked[-1] == ("org/name", False)  # which completes the cache
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)  # so what is there has to do
     assert tokenizer_files("org/name") == [path] and asked[-1] == ("org/name", True)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "a.txt").write_text("to be")
-    tokenized = tokenize_files(Job([tmp_path / "a.txt"], "org/name"), tmp_path / "out")
-    assert tokenized.documents == 1
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    write_tokenizer("org/name", DEFAULT_TOKENS, model_config(Model()), exported)
-    assert (exported / "tokenizer.json").read_bytes() == path.read_bytes()
 
 
 def test_a_vocabulary_far_above_the_tokenizer_s_is_told_in_one_line(tmp_path, tokenizer_json, capsys):

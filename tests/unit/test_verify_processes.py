@@ -1,16 +1,22 @@
-"""What `verify` takes for a deadlock: processes of which none does anything, and not ones that are slow."""
+"""What `verify` takes for a deadlock: processes of which none does anything, and not ones that are slow.
+
+And what it shows of the traceback of one that failed.
+"""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from titan_like.data.loading.lengths import sample_length
 from titan_like.verify import processes
-from titan_like.verify.processes import DONE, STOPPED, WAITING, Group, Member
+from titan_like.verify.processes import DONE, STOPPED, WAITING, Group, Member, error_in
 
 
 def compute(seconds: float) -> str:
@@ -70,3 +76,48 @@ def test_a_pause_of_the_waiting_process_is_none_of_the_others(tmp_path: Path, mo
     monkeypatch.setattr(processes.time, "monotonic", clock)
     outcomes = Group(sleeps, 1, begun).wait(1005, patience=20.0)
     assert [outcome.reason for outcome in outcomes] == [processes.TOO_LONG], outcomes
+
+
+def printed(error: Exception) -> str:
+    return "loading\n" + "".join(traceback.format_exception(error)) + "a later warning\n"
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("too small: 8\nSet VERBOSE=1 for more"), "ValueError: too small: 8"),
+        (ValueError("\n\n  too small\nSet VERBOSE=1 for more"), "ValueError: too small"),
+        (
+            RuntimeError("backend raised:\nValueError: too small\n\nSet"),
+            "RuntimeError: backend raised: ValueError: too small",
+        ),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_the_type_and_the_first_line_of_the_last_error(error: Exception, told: str) -> None:
+    text = printed(raised(error, cause=raised(KeyError("cause\nof it"))))
+    assert re.fullmatch(rf"{told} \(tests/unit/test_verify_processes\.py:\d+\)", error_in(text)), error_in(text)
+
+
+def test_the_place_is_the_innermost_line_of_the_package() -> None:
+    try:
+        sample_length(None, None)  # type: ignore[arg-type]
+    except AttributeError as error:
+        text = printed(error)
+    told = error_in(text)
+    assert told.startswith("AttributeError: 'NoneType' object has no attribute")
+    file, _, line = told.rpartition(" (")[2].removesuffix(")").rpartition(":")
+    assert file == "titan_like/data/loading/lengths.py"
+    source = Path(processes.__file__).parents[2] / file
+    assert source.read_text().splitlines()[int(line) - 1].strip() in text
+
+
+def test_without_a_traceback_there_is_no_error() -> None:
+    assert error_in("") == error_in("error: training.steps = 0\n") == ""

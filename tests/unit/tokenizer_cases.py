@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,27 @@ def save_kind(folder: Path, kind: str, **about: Any) -> Path:
     tokenizer, config = {"spm": _spm, "l3": _l3, "chatml": _chatml}[kind]()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | about
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    common = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | common | about))
     return folder / "tokenizer.json"
+
+
+def save_words(folder: Path, words: Sequence[str], post_processor: Any = None) -> str:
+    """A tokenizer.json of whole words, of which the first stands for others; its path."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def save_gpt2(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> tuple[str, list[str]]:
+    """GPT-2's two files with all bytes, merged tokens and the end of text, as data.tokenizer; and the tokens."""
+    tokens = [*sorted(ALPHABET), *("".join(pair) for pair in merges), "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges))
+    return f"gpt2:{folder}/vocab.json,{folder}/merges.txt", tokens
 
 
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
@@ -51,6 +70,7 @@ def llama_2(texts: Sequence[str], size: int, special: Sequence[str] = ("<unk>", 
     return tokenizer
 
 
+@cache
 def _spm() -> tuple[Tokenizer, dict[str, Any]]:
     tokenizer = llama_2(CORPUS, 120)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -60,6 +80,7 @@ def _spm() -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {"bos_token": "<s>", "eos_token": eos | {"single_word": False}, "unk_token": "<unk>"}
 
 
+@cache
 def _l3() -> tuple[Tokenizer, dict[str, Any]]:
     names = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     tokenizer = _byte_level(names)
@@ -69,6 +90,7 @@ def _l3() -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {"bos_token": names[0], "eos_token": names[4]}
 
 
+@cache
 def _chatml() -> tuple[Tokenizer, dict[str, Any]]:
     tokenizer = _byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     return tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML}
