@@ -185,6 +185,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("straight", [2], indirect=True, ids=["2 ranks"])
 def test_kills_at_random_times_while_saving_after_every_step(straight: Straight) -> None:
     """A single rank's instants are all in the tests above."""

@@ -197,7 +197,9 @@ FLAGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize(
+    "flags", [FLAGS[0], FLAGS[2], *(pytest.param(flags, marks=pytest.mark.exhaustive) for flags in FLAGS[1::2])]
+)
 def test_prompts_and_answers_are_those_of_the_harness(models: tuple[Any, Any], tasks: Path, flags: Any) -> None:
     if flags.get("apply_chat_template") and models[1].tokenizer.chat_template is None:
         with pytest.raises(

@@ -97,7 +97,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_are_those_of_the_whole_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory and in a file; the pieces of a file are also entered where an interruption left it."""
     spec, tokenizer = saved(name, tmp_path)
-    built, text = build_tokenizer(spec), text_of(90_000, 2)
+    built, text = build_tokenizer(spec), text_of(50_000, 2)
     expected = tokenizer.encode(text, add_special_tokens=False).ids
     found = encode_texts(built, ["short", text, ""])
     assert found[1].tolist() == expected
@@ -116,13 +116,13 @@ def test_tokens_are_those_of_the_whole_text(name: str, tmp_path: Path, monkeypat
     with pytest.raises(KeyError):
         tokenize_files(job, tmp_path / "out")
     tokenize_files(job, tmp_path / "out")
-    assert len(calls) > 4
+    assert len(calls) > 3
     assert IndexedDataset(tmp_path / "out")[0].tolist() == [*built.first_ids, *expected]
 
 
 def test_workers_and_long_records_give_the_same_tokens(tmp_path: Path) -> None:
     spec, tokenizer = saved("Llama 2", tmp_path)
-    text = text_of(500_000, 3)
+    text = text_of(300_000, 3)
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + "\n")
     tokenize_files(Job([tmp_path / "a.txt", tmp_path / "b.jsonl"], spec, ends_documents=False), tmp_path / "out", 2)
@@ -149,7 +149,7 @@ def test_no_cut_where_tokens_depend_on_the_beginning(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("short_pieces")
 def test_digits_in_groups_of_three_keep_their_groups(tmp_path: Path) -> None:
     """Where most groups are single digits, many tokens in a row are the same in other groups too."""
-    digits, parts = "".join(random.Random(0).choices("0123456789", k=120_000)), {"pre_tokenizer": THREES}
+    digits, parts = "".join(random.Random(0).choices("0123456789", k=50_000)), {"pre_tokenizer": THREES}
     tokenizer = trained(models.BPE(), [digits[:3000]], 280, ["<|endoftext|>"], initial_alphabet=ALPHABET, **parts)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = build_tokenizer(str(tmp_path))
