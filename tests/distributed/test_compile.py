@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.backends.debugging import aot_eager
 
 from tests.distributed.launch import Case, base_config, collect, launch, train_case, trainer_of, worst
 from tests.distributed.layouts import sizes, tensor
@@ -25,8 +26,8 @@ SPLIT_EXPERTS = tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 
 
 
 def traced_alone():
-    """Graphs run as they were traced. Whatever would be compiled again is traced again first."""
-    return patch("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph)
+    """Graphs run as they were traced. What would be compiled again is traced again first."""
+    return patch("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
 
 
 def trace_steadily(rank, folder, family):

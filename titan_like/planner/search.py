@@ -162,7 +162,8 @@ class BestFirst:
         self._push(least_group_seconds(group, self.profile), 0, (group,))
 
     def _may_fit(self, group: Workload, split: Split) -> bool:
-        return least_bytes(self.space.member(group, "1f1b", 1, *split), self.profile) <= self.usable
+        plain = _plainest(self.space.pipelines(group))
+        return least_bytes(self.space.member(group, *plain, *split), self.profile) <= self.usable
 
     def _weigh(self, group: Workload) -> None:
         """Put a group back by the mean work of a pipeline's ranks, which none of its pipelines can share better."""
@@ -173,7 +174,7 @@ class BestFirst:
         self.counts.too_large += len(pipelines) * (len(splits) - len(fitting))
         if not fitting:
             return
-        plain = min(pipelines, key=("1f1b", 1).__ne__)  # unless the schedule or the stages are fixed
+        plain = _plainest(pipelines)
 
         def mean(split: Split) -> float:
             passes = steps_of(self.space.member(group, *plain, *split), self.profile, estimate).stages
@@ -256,6 +257,11 @@ class BestFirst:
             f"({100 * MEMORY_MARGIN:.0f} % kept free){need}; use more or larger GPUs"
         )
         return ConfigError("cluster.gpu", self.profile.device.name, reason)
+
+
+def _plainest(pipelines: list[tuple[str, int]]) -> tuple[str, int]:
+    """1F1B with one stage a rank, unless the schedule or the stages are fixed."""
+    return min(pipelines, key=("1f1b", 1).__ne__)
 
 
 def _cell(work: Workload) -> tuple[int, int]:
