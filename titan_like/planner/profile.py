@@ -140,7 +140,7 @@ class Profile:
     fitted_experts: bool = False  # some of these rows have experts
     error_median: Amount = 0.1  # of the step time, relative, on rows left out of the fit
     error_p90: Amount = 0.2
-    dtype: Literal["float32", "bfloat16", "float16", "float8", "float4"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16", "float8", "float4"] = "bfloat16"  # of these rows
 
     gemm_efficiency: Annotated[Efficiency, Bounds(0.3, 1.0, 0.1)] = 0.8  # of the largest tile, once running
     # Multiply-adds that starting and ending a tile costs: efficiency K / (K + depth).
