@@ -25,7 +25,7 @@ PAGE = (REPO / "docs" / "data.md").read_text(encoding="utf-8")
 SHOWN_CLASS, SHOWN_PROJECT, _ = re.findall(
     r"^```\w+\n(.*?)^```", PAGE.split("## Adding a dataset")[1], re.DOTALL | re.MULTILINE
 )
-# A dataset that reads on, whatever sample it is asked for.
+# Datasets that read on, whatever sample they are asked for, the second one in validation alone.
 READS_ON = """
     read = 0
 
@@ -33,17 +33,27 @@ READS_ON = """
         self.read += 1
         return super().__getitem__(self.read - 1)
 """
+VALIDATION_READS_ON = READS_ON.replace("(self.read - 1)", '(self.read - 1 if self.request.split != "train" else index)')
+# A dataset that waits before the first sample that a process reads.
+SLOW = """
+    seconds = [1.2]
+
+    def __getitem__(self, index: int) -> Batch:
+        time.sleep(self.seconds.pop() if self.seconds else 0)
+        return super().__getitem__(index)
+"""
 SETTINGS = ["--training.micro_batch_size", "2", "--training.global_batch_size", "8", "--data.num_workers", "2"]
 SETTINGS += ["--data.reset_attention_mask", "true", "--data.reset_position_ids", "true", "--training.seq_len", "16"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package with the page's dataset, and another one that reads on."""
-    folder = tmp_path_factory.mktemp("sums")
-    (folder / "sums.py").write_text(SHOWN_CLASS)
-    (folder / "reads_on.py").write_text(SHOWN_CLASS + READS_ON)
-    entries = SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1] + 'reads_on = "reads_on:Sums"\n'
+    """A package with the page's dataset, and with others that differ from it."""
+    folder, entries = tmp_path_factory.mktemp("sums"), SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1]
+    others = {"reads_on": READS_ON, "validation_reads_on": VALIDATION_READS_ON, "slow": SLOW}
+    for name, methods in {"sums": "", **others}.items():
+        (folder / f"{name}.py").write_text(f"import time\n{SHOWN_CLASS}{methods}")
+    entries += "".join(f'{name} = "{name}:Sums"\n' for name in others)
     install(folder, "sums", "titan_like.datasets", entries)
     return folder
 
@@ -55,12 +65,12 @@ def small_of(dataset: str, *settings: str) -> Small:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Reference:
-    """What one process reads; of both datasets, as it asks for the samples in order."""
+    """What one process reads of any of these datasets, as it asks for the samples in order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         (alone,) = Group(read_alone, 1, small_of("sums")).wait(240)
     assert isinstance(alone.result, Reference), alone
-    assert len(set(alone.result.own_data)) == len(alone.result.own_data) == 2 * 4 * 8
+    assert {split: len(set(all_)) for split, all_ in alone.result.own_data.items()} == {"train": 64, "validation": 32}
     return alone.result
 
 
@@ -84,6 +94,13 @@ def test_every_rank_reads_its_samples(
     assert first_fault("sums", reference, tmp_path) == (None, None)
 
 
+def test_waiting_for_a_slow_dataset_is_no_deadlock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    verdict = Verifier(small_of("slow", "--data.num_workers=0"), 240, 0.5, kinds=[compare.DATA]).verify()
+    left_out = "samples of data.dataset after the first 32 of train and 16 of validation"
+    assert (verdict.outcome, verdict.left_out) == (SAME, [left_out])
+
+
 @pytest.mark.parametrize(
     ("dataset", "bug", "axis", "words"),
     [
@@ -96,8 +113,10 @@ def test_every_rank_reads_its_samples(
          "reads samples [28, 29], not [32, 33]"),
         ("reads_on", None, "one_process",
          "data rank 0 of 2, step 1, microbatch 1: reads samples [2, 3], not [4, 5]"),
+        ("validation_reads_on", None, "one_process",
+         "data rank 0 of 2, step 1 of validation, microbatch 1: reads samples [2, 3], not [4, 5]"),
     ],
-    ids=["ranks", "workers", "resume", "index ignored"],
+    ids=["ranks", "workers", "resume", "index ignored", "validation"],
 )  # fmt: skip
 def test_a_fault_is_named_by_rank_worker_and_step(
     folder: Path,
@@ -114,3 +133,4 @@ def test_a_fault_is_named_by_rank_worker_and_step(
     assert first is not None and blame is not None
     assert (first.row, first.kind) == (Row.DATA, compare.DATA) and first.detail.startswith(words), first
     assert blame.axis == axis, blame
+    assert blame.axis != "one_process" or f'data.dataset = "{dataset}" itself' in blame.sentence

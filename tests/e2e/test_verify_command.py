@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from tests.distributed.mutations import layers
-from tests.e2e.scripts import REPO, Script, run_here
+from tests.e2e.scripts import PLAIN, REPO, Script, run_here
 from titan_like.verify import verify as verify_module
 from titan_like.verify.processes import Group, Prepare
 from titan_like.verify.verify import Verifier
@@ -94,6 +96,18 @@ def test_running_out_of_time_ends_with_3() -> None:
     assert result.returncode == 3, result.stdout + result.stderr
     assert "\nundecided: the reference, on one process: it was not over in time" in result.stdout
     assert "different" not in result.stdout
+
+
+def test_sigterm_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "scripts" / "verify.py"), *CONFIG, *PIPELINE]
+    process = subprocess.Popen(command, cwd=REPO, env=PLAIN | {"TMPDIR": str(tmp_path)})
+    while not list(tmp_path.glob("processes-*/log-1.txt")) and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    assert (process.wait(timeout=60), list(tmp_path.iterdir())) == (143, [])
+    for stdout in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):  # another user's, or one that has ended
+            assert str(tmp_path) not in os.readlink(stdout)
 
 
 @pytest.mark.parametrize(

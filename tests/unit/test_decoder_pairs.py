@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.distributed.launch import base_config
 from tests.float64 import bound, exact_rope
-from tests.reference.decoder import Linear, Output, Sample, decode, lora_linear
+from tests.reference.decoder import Output, Sample, decode, lora_linear
 from tests.reference.optimizers import PlainOptimizer
 from tests.reference.training import learning_rate
 from tests.unit.decoder_cases import ALL, FEATURES, LEFT_OUT, SIZES, Row, cover, fields_of, random_row, settings_of
@@ -154,12 +154,16 @@ class Trained:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def defined(self, weights: Mapping[str, torch.Tensor], sample: Sample, masks: Mapping[str, torch.Tensor]) -> Output:
-        linear: Linear | None = None
-        if self.adapted:
-            each = {name: list(module.adapter.rows) for name, module in self.adapted.items()}
-            groups = {name: rows for name, rows in each.items() if len(rows) > 1}
-            linear = lora_linear(weights, self.config.lora.alpha / self.config.lora.rank, groups, masks)
-        return decode(self.fields, weights, sample, linear)
+        section = self.config.lora
+        if not section.rank:
+            return decode(self.fields, weights, sample)
+        each = {name: list(module.adapter.rows) for name, module in self.adapted.items()}
+        groups = {name: rows for name, rows in each.items() if len(rows) > 1}
+        linear = Mock(side_effect=lora_linear(weights, section.alpha / section.rank, groups, masks))
+        output, names = decode(self.fields, weights, sample, linear), {call.args[0] for call in linear.mock_calls}
+        wanted = {name for name in names if not section.modules or name.split(".")[-1] in section.modules}
+        assert self.adapted.keys() == wanted, "linear layers with adapters"
+        return output
 
     def compare_step(self, step: int) -> None:
         """Logits, losses, routers' statistics, every gradient, the norm and every weight after the update."""

@@ -132,6 +132,8 @@ def test_rows_of_one_model_are_left_out_by_layout_and_name_the_gpu():
     assert found.profile.device is SELENE.device
     other = calibrated([replace(one, gpu="H100-80GB") for one in made], SELENE, "mine")
     assert other.profile.device.name == "H100-80GB"
+    assert (other.profile.fitted_gpus, other.profile.most_gpus) == (("H100-80GB",), row.work.num_gpus)
+    assert not calibrated(made, SELENE.changed(fitted_experts=True), "mine").profile.fitted_experts
 
 
 @pytest.mark.parametrize("profile", profiles().values(), ids=lambda profile: profile.name)
@@ -172,8 +174,10 @@ def test_this_trainer_on_an_h100_and_an_h200(row):
 
 def test_unknown_and_missing_keys_of_a_profile_are_refused():
     table = {"device": "A100", "gpus_per_node": 8, "node_bandwidth": 1e11, "gemm_eficiency": 0.8}
-    with pytest.raises(ConfigError, match="gemm_eficiency"):
+    with pytest.raises(ConfigError, match=r"profile mine: gemm_eficiency = 0\.8: .*did you mean gemm_efficiency\?"):
         profile_from("mine", table)
+    with pytest.raises(ConfigError, match=r"profile mine: groups = 3: unknown field; [^,]*profile\.py .*planner\.md"):
+        profile_from("mine", {"device": "A100", "gpus_per_node": 8, "node_bandwidth": 1e11, "groups": 3})
     with pytest.raises(ConfigError, match="node_bandwidth"):
         profile_from("mine", {"device": "A100", "gpus_per_node": 8})
 

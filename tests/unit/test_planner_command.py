@@ -18,6 +18,7 @@ from titan_like.data.loading.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
+from titan_like.planner.bands import unseen
 from titan_like.planner.commands import calibrate
 from titan_like.planner.memory import usable_bytes
 from titan_like.planner.predict import predict
@@ -257,6 +258,9 @@ def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):
     assert fitted.error_median < 0.1
     for run, seconds in runs:
         assert predict(run, fitted).time.total == pytest.approx(seconds, rel=0.01)
+    for change, causes in (("training.dtype=float16", ["another type"]), ("cluster.gpu=H100", ["another GPU"])):
+        forecast = predict(load_config([*settings, f"--{change}"]), fitted)
+        assert unseen(forecast.work, forecast.profile) == causes
 
 
 @pytest.mark.parametrize(

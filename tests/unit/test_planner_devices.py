@@ -34,7 +34,7 @@ tensor_element = 8
 peak = { bfloat16 = 200, float32 = 20 }
 """
 SLOW_CPU = (
-    OWN.replace("NPU-9", "CPU")
+    OWN.replace("NPU-9", 'CPU"\ndtype = "float32')
     .replace("48", "16\nis_cpu = true")
     .replace("{ bfloat16 = 200, float32 = 20 }", "{ float32 = 0.05 }")
 )

@@ -5,6 +5,7 @@ And what it shows of the traceback of one that failed.
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 import time
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.e2e.scripts import install
+from titan_like.data.batch import map_tensors
 from titan_like.data.loading.lengths import sample_length
 from titan_like.verify import processes
 from titan_like.verify.processes import DONE, STOPPED, WAITING, Group, Member, error_in
@@ -117,6 +121,15 @@ def test_the_place_is_the_innermost_line_of_the_package() -> None:
     assert file == "titan_like/data/loading/lengths.py"
     source = Path(processes.__file__).parents[2] / file
     assert source.read_text().splitlines()[int(line) - 1].strip() in text
+
+
+def test_the_place_is_in_a_package_that_adds_to_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lines.py").write_text("import json\n\n\ndef read(x):\n    return json.loads('{')\n")
+    install(tmp_path, "lines", "titan_like.datasets", 'lines = "lines:Lines"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError) as error:
+        map_tensors(importlib.import_module("lines").read, torch.zeros(1))
+    assert error_in(printed(error.value)).endswith(f" ({tmp_path}/lines.py:5)")
 
 
 def test_without_a_traceback_there_is_no_error() -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_like.config import load_config
 from titan_like.config.load import run_command
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
 
     from titan_like.verify.processes import start_fork_server
 
+    signal.signal(signal.SIGTERM, _terminate)
     started = time.perf_counter()
     start_fork_server(on_gpus=options.gpus)  # it imports while this process does
     from titan_like.verify.verify import verifier_of
@@ -66,6 +68,12 @@ def main(argv: list[str]) -> int:
     print(format_verdict(verdict, verifier.kinds, seconds))
     write_json(options.json, as_json(verdict, seconds))
     return {"same": 0, "different": 1, "undecided": 3}[verdict.outcome]
+
+
+def _terminate(number: int, _: object) -> NoReturn:
+    """Leave as after Ctrl-C, so that processes end and temporary folders are removed on the way out."""
+    signal.signal(number, signal.SIG_IGN)  # the cleanup is not interrupted
+    raise SystemExit(128 + number)
 
 
 def format_table(verdict: Verdict) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib import resources
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tomli
@@ -78,6 +79,13 @@ def names_of(key: str, with_built_in: bool = True) -> list[str]:
     built_in, group = NAMED.get(key, ({}, ""))
     added = sorted(_installed(group, tuple(sys.path)).names - built_in.keys()) if group else []
     return [*(built_in if with_built_in else ()), *added]
+
+
+def is_added(file: str) -> bool:
+    """Whether a module's file is, by its path, in the package of one of other packages' objects."""
+    names = Path(file.rpartition("-packages/")[2]).with_suffix("").parts
+    entries = (entry for _, group in NAMED.values() for entry in _installed(group, tuple(sys.path)))
+    return any(entry.module.partition(".")[0] in names for entry in entries)
 
 
 def find_entry(key: str, name: str) -> EntryPoint:

@@ -106,11 +106,11 @@ def reason_of(detail: Any) -> str:
 
 
 def field_errors(
-    details: Iterable[Any], name: Callable[[str], str], model: type[BaseModel], table: object = None
+    details: Iterable[Any], name: Callable[[str], str], model: type[BaseModel], table: object = None, listed: str = ""
 ) -> list[ConfigError]:
     """An error for each wrong field of ``model`` in pydantic's ``errors()``. ``name`` turns its path into a key.
 
-    ``table`` is the value that errors about the whole table show.
+    ``table`` is the value that errors about the whole table show. ``listed`` says where to find the fields' names.
     """
     errors: dict[str, ConfigError] = {}
     for detail in details:
@@ -119,7 +119,7 @@ def field_errors(
         if kind == "extra_forbidden":
             known = _model_at(model, path[:-1]).model_fields
             synonym = (key_of(path[-1]) or "").rpartition(".")[2]  # a model's field
-            reason = unknown("field", synonym if synonym in known else path[-1], known)
+            reason = unknown("field", synonym if synonym in known else path[-1], known, listed)
         key = name(".".join(path))
         value = table if not path else None if kind == "missing" else detail["input"]
         errors.setdefault(key, ConfigError(key, value, reason))

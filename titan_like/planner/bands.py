@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from titan_like.planner.profile import Profile, builtin_profiles
+from titan_like.planner.profile import Profile
 from titan_like.planner.workload import Workload
 
 # 90th percentiles of absolute errors on rows that differ in this from the fitted rows.
@@ -24,12 +24,11 @@ def band(work: Workload, profile: Profile) -> float:
 
 def unseen(work: Workload, profile: Profile) -> list[str]:
     """In what a run differs from the runs that a profile was fitted on."""
-    shipped = builtin_profiles().get(profile.name, profile)
     nodes, fitted = (-(-gpus // profile.gpus_per_node) for gpus in (work.num_gpus, profile.most_gpus))
     differs = {
-        "another GPU": profile.device.name not in (shipped.device.name, *profile.fitted_gpus),
+        "another GPU": profile.device.name not in (profile.fitted_gpus or (profile.device.name,)),
         "more GPUs": nodes > fitted or work.num_gpus > profile.most_gpus == 1,
         "experts": work.has_experts and not profile.fitted_experts,
-        "another type": work.dtype != shipped.dtype,
+        "another type": work.dtype != profile.dtype,
     }
     return [name for name, is_unseen in differs.items() if is_unseen]

@@ -135,12 +135,12 @@ class Profile:
     node_bandwidth: Amount  # of all network cards of a node, bytes per second in one direction; 0: unknown
     description: str = ""
     fitted_on: tuple[str, ...] = ()
-    fitted_gpus: tuple[str, ...] = ()  # names of the GPUs of the rows that it is fitted on, if not the device's alone
+    fitted_gpus: tuple[str, ...] = ()  # names of the GPUs of the rows that it is fitted on
     most_gpus: Count = 1  # of these rows
     fitted_experts: bool = False  # some of these rows have experts
     error_median: Amount = 0.1  # of the step time, relative, on rows left out of the fit
     error_p90: Amount = 0.2
-    dtype: Literal["float32", "bfloat16", "float16", "float8", "float4"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16", "float8", "float4"] = "bfloat16"  # of these rows
 
     gemm_efficiency: Annotated[Efficiency, Bounds(0.3, 1.0, 0.1)] = 0.8  # of the largest tile, once running
     # Multiply-adds that starting and ending a tile costs: efficiency K / (K + depth).
@@ -273,7 +273,8 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
     try:  # as JSON, whose lists may be tuples
         model = _table().model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise all_of(field_errors(error.errors(), f"profile {name}: ".__add__, _table())) from None
+        listed = "titan_like/planner/profile.py describes all fields, see docs/planner.md, Calibrate"
+        raise all_of(field_errors(error.errors(), f"profile {name}: ".__add__, _table(), None, listed)) from None
     values = model.model_dump(exclude_unset=True)
     if device_table is not None:
         devices.check_device_table(f"profile {name}: device_table", device_table)

@@ -76,5 +76,4 @@ def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") 
         optimizer_traffic=32.0 - 2.0 * (BYTES[dtype] < 4),
         gradient_bytes=BYTES[reduce_dtype],
         parameter_bytes=BYTES[dtype],
-        dtype=dtype,
     )

@@ -146,7 +146,7 @@ class Validator:
         is_kept = split == "validation"  # the processes that read sets, which may be many, end with each validation
         data = self._data if is_kept else None
         if data is None:
-            data = _load(self.config, self.scorer, self.run.datasets[split], self.run.masks, repeats=is_kept)
+            data = self.load(split, repeats=is_kept)
         else:
             data.start()
         if is_kept:
@@ -163,6 +163,10 @@ class Validator:
             self.console.print(f" the samples for validation {NO_LABELS}")
         self.observer.end_validation(losses)
         return losses
+
+    def load(self, split: str, repeats: bool = False) -> BackgroundLoader:
+        """Read this rank's part of a split."""
+        return _load(self.config, self.scorer, self.run.datasets[split], self.run.masks, repeats)
 
     def evaluate(self) -> dict[str, float]:
         """Score the tasks of `evaluation.datasets`: TASK/FIGURE → value, without counts, which never change."""

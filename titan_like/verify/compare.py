@@ -137,7 +137,7 @@ class Reference:
     sizes: dict[Key, float]  # L2 norm that a difference is relative to
     allowed: dict[str, dict[Key, float]]  # by type or kind of run, the largest relative difference
     outputs: Outputs | None = None  # the modules whose outputs are compared, to find a place
-    own_data: list[str] = field(default_factory=list)  # digests of the first samples of the run's own data
+    own_data: dict[str, list[str]] = field(default_factory=dict)  # digests of the first samples of each split
 
     def allowed_in(self, kind: str) -> dict[Key, float]:
         """The largest relative differences in a kind of run."""

@@ -1,14 +1,15 @@
 """Check that each rank of a layout reads the samples of the user's own dataset that it should, without training.
 
-Sample i of a run is what one process reads as sample i. Trainers of the layout read the dataset of the real
-configuration with their own loader: without data workers, with them, and resumed from their own checkpoint. Their model
-is the small run's, because it computes nothing.
+Sample i of a split is what one process reads as sample i. Trainers of the layout read the dataset of the real
+configuration with their own loaders: without data workers, with them, and resumed from their own checkpoint. Their
+model is the small run's, because it computes nothing.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -38,8 +39,12 @@ def read_alone(member: Member, small: Small) -> Reference | str:
     multiprocessing.set_start_method(None, force=True)  # a run's own; processes of a group have that of their server
     try:
         sources, masks = open_run_data(_with_cache(own, member.folder), model_config(own.model))
-        samples, size = masks.over(sources["train"]), 2 * _num_steps(own) * _batch_size(own, small.config)
-        digests = [digest(samples[index]) for index in range(size)]
+        size = _num_steps(own) * _batch_size(own, small.config)
+        sizes = {"train": 2 * size}
+        if own.evaluation.interval > 0:
+            unit = own.training.micro_batch_size * Layout.of(small.config.parallelism).data_parallel
+            sizes["validation"] = -(-min(size, len(sources["validation"])) // unit) * unit
+        digests = {split: [digest(masks.over(sources[split])[i]) for i in range(n)] for split, n in sizes.items()}
     except (ConfigError, RunError) as error:
         return str(error)
     return Reference(small, Path(), {}, [], {}, {DATA: {}}, own_data=digests)
@@ -56,8 +61,11 @@ def observe_data(member: Member, reference: Reference, layout: JobConfig, _: str
         begin = _num_steps(own) if name == RESUME else 0
         reason = f"resumed from step {trainer.state.step}, not {begin}"
         report.require(trainer.state.step == begin, Key(begin, Row.CHECKPOINTS, name), reason)
-        _read(trainer, report, name, reference.own_data, begin, _num_steps(own))
+        for split in reference.own_data if name != RESUME else ("train",):
+            _read(trainer, report, name, split, reference.own_data[split], begin)
         if name != RESUME:
+            trainer.state.step = _num_steps(own)
+            trainer.state.consumed_samples = _num_steps(own) * trainer.config.training.global_batch_size
             trainer.state.save(is_last=True)
         wrong = torch.tensor(float(not all(check.ok for check in report.checks.values())), device=trainer.run.device)
         dist.all_reduce(wrong)
@@ -66,27 +74,24 @@ def observe_data(member: Member, reference: Reference, layout: JobConfig, _: str
     return report
 
 
-def _read(trainer: Trainer, report: Report, name: str, digests: list[str], begin: int, steps: int) -> None:
-    """Read the microbatches of some steps as the trainer's loop does, and check each."""
-    state, training, workers = trainer.state, trainer.config.training, trainer.config.data.num_workers
+def _read(trainer: Trainer, report: Report, name: str, split: str, digests: list[str], begin: int) -> None:
+    """Read the microbatches of some steps of a split, after step ``begin``, as the trainer does, and check each."""
+    training, workers = trainer.config.training, trainer.config.data.num_workers
     size, ranks, numbers = training.micro_batch_size, trainer.dp_size, dict[str, int]()
     for number, value in enumerate(digests):
         numbers.setdefault(value, number)
     per_step = training.global_batch_size // (size * ranks)
-    with closing(trainer.load_data()) as data:
-        for count in range(steps * per_step):
+    which = f" of a run that resumed after step {begin}" if begin else "" if split == "train" else f" of {split}"
+    with closing(trainer.load_data() if split == "train" else trainer.validator.load(split)) as data:
+        for count, batch in enumerate(islice(data, trainer.config.evaluation.steps * per_step)):
             step, microbatch = begin + count // per_step + 1, count % per_step
             first = (step - 1) * training.global_batch_size + (microbatch * ranks + trainer.dp_rank) * size
-            found = [digest(sample) for sample in samples_of(next(data))]
+            found = [digest(sample) for sample in samples_of(batch)]
             drawn = [numbers.get(value, "that one process never reads") for value in found]
             worker = f", data worker {count % workers} of {workers}" if workers else ""
-            resumed = f" of a run that resumed after step {begin}" if begin else ""
-            where = f"data rank {trainer.dp_rank} of {ranks}{worker}, step {step}{resumed}, microbatch {microbatch}"
+            where = f"data rank {trainer.dp_rank} of {ranks}{worker}, step {step}{which}, microbatch {microbatch}"
             message = f"{where}: reads samples {drawn[:4]}, not {list(range(first, first + size))[:4]}"
             report.require(found == digests[first : first + size], Key(step, Row.DATA, name), message)
-            if microbatch == per_step - 1:
-                state.step = step
-                state.consumed_samples += training.global_batch_size
 
 
 def _num_steps(own: JobConfig) -> int:
@@ -116,6 +121,7 @@ def _run(member: Member, own: JobConfig, layout: JobConfig, workers: int) -> Run
         "training.global_batch_size": _batch_size(own, layout),
         "checkpoint.enable": True,
         "evaluation.interval": 0,
+        "evaluation.steps": _num_steps(own),
         "compile.enable": False,
         "compile.cudagraphs": False,
     }

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from titan_like.config.entry_points import is_added
+
 DONE, FAILED, STOPPED = "done", "failed", "stopped"
 WAITING, TOO_LONG, KILLED, BY_OTHERS = (
     "all processes wait for one another",
@@ -99,16 +101,20 @@ class Group:
         # The store is opened here because a port that is only probed may be taken before the group meets at it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes, self._readers, self._results = [], dict[connection.Connection, int](), dict[int, Any]()
-        for rank in range(world_size):
-            device = f"cuda:{rank}" if on_gpus else "cpu"
-            member = Member(rank, world_size, Path(self._temporary.name), self._store.port, device)
-            reader, writer = _FORK_SERVER.Pipe(duplex=False)
-            work = (writer, member, function, args, prepare)
-            process = _FORK_SERVER.Process(target=_work, args=work, daemon=False)
-            process.start()
-            writer.close()
-            self._processes.append(process)
-            self._readers[reader] = rank
+        try:
+            for rank in range(world_size):
+                device = f"cuda:{rank}" if on_gpus else "cpu"
+                member = Member(rank, world_size, Path(self._temporary.name), self._store.port, device)
+                reader, writer = _FORK_SERVER.Pipe(duplex=False)
+                work = (writer, member, function, args, prepare)
+                process = _FORK_SERVER.Process(target=_work, args=work, daemon=False)
+                process.start()
+                writer.close()
+                self._processes.append(process)
+                self._readers[reader] = rank
+        except BaseException:  # a signal's too: Python's end would wait for processes that wait for others
+            self.kill()
+            raise
 
     def wait(self, seconds: float, patience: float = math.inf, seconds_to_follow: float = 2.0) -> list[Outcome]:
         """Wait for all processes and return how each ended, by rank. No process outlives this call.
@@ -183,8 +189,8 @@ class Group:
 def error_in(printed: str) -> str:
     """The error of the last traceback in a program's output: its type, the first line of its message, and its place.
 
-    The place is the innermost line of this package, or of any other code if this package has none. Without a traceback
-    the text is empty.
+    The place is the innermost line of this package or of another one with entry points for it, or of any other code if
+    neither has one. Without a traceback the text is empty.
     """
     parts = re.split(_TRACEBACK, printed, flags=re.MULTILINE)
     if len(parts) == 1:
@@ -198,7 +204,8 @@ def error_in(printed: str) -> str:
             break
     places = re.findall(r'^  File "(.+)", line (\d+)', frames, flags=re.MULTILINE)
     package = Path(__file__).parents[1]
-    file, line = next((place for place in reversed(places) if Path(place[0]).is_relative_to(package)), places[-1])
+    own = [place for place in places if Path(place[0]).is_relative_to(package) or is_added(place[0])]
+    file, line = (own or places)[-1]
     return f"{message} ({file.removeprefix(f'{package.parent}{os.sep}')}:{line})"
 
 
@@ -224,6 +231,8 @@ def _work(
     results: connection.Connection, member: Member, function: Callable, arguments: Any, prepare: Prepare | None
 ) -> None:
     """The body of one process. An exception ends it with a traceback."""
+    if not member.folder.exists():  # the program ended meanwhile
+        return
     os.setpgid(0, 0)  # it can be killed with its children, and Ctrl-C in the terminal does not reach it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(member.folder / f"log-{member.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -125,6 +125,8 @@ class Verifier:
                 self.kinds.remove(DATA)
             elif alone is not None:
                 self.reference = alone
+                sizes = " and ".join(f"{len(digests)} of {split}" for split, digests in alone.own_data.items())
+                verdict.left_out = [*verdict.left_out, f"samples of data.dataset after the first {sizes}"]
                 self.check(config, [DATA], verdict.checks)
         if training and all(check.ok for check in verdict.checks):
             self.progress("one process: the reference")
@@ -135,10 +137,8 @@ class Verifier:
                 self.reference = alone
                 self.progress(f"{layout.num_processes} processes ({layout.described()}): {', '.join(training)}")
                 self.check(config, training, verdict.checks)
-        if verdict.blame is not None:  # the reference itself fails
-            return
         first = verdict.first_difference
-        if first is None:
+        if first is None or verdict.blame is not None:  # the reference itself fails
             return
         self.progress(f"{first.kind} differs; looking for the place and the axis")
         symptom = _outcome([check for check in verdict.checks if check.kind == first.kind])
@@ -250,7 +250,8 @@ class Verifier:
             return Blame(RESUME, "only where a run is resumed: a new one reads its samples on every rank", {})
         blame = self.find_fault(config, first, first.kind, symptom)
         if first.row == Row.DATA and blame.axis == ONE_PROCESS:
-            return replace(blame, sentence="the dataset itself: also on one process a sample depends on other samples")
+            cause = "also on one process a sample depends on earlier reads, or on random numbers without a seed"
+            return replace(blame, sentence=f'data.dataset = "{config.data.dataset}" itself: {cause}')
         if first.kind != RESUME and first.row != Row.RESUMED:
             return blame
         axis = RESUME if blame.axis == ONE_PROCESS else blame.axis

@@ -110,11 +110,13 @@ class Swapped(GlobalSampler):
 
 
 @bug(BackgroundLoader, "__init__")
-def workers_change_the_order(original: Any, self: Any, dataset: Any, sampler: Any, workers: int, *others: Any) -> None:
+def workers_change_the_order(
+    original: Any, self: Any, dataset: Any, sampler: Any, workers: int, *others: Any, **named: Any
+) -> None:
     """Two workers hand over their microbatches in the wrong order."""
     if workers > 1:
         sampler.__class__ = Swapped
-    original(self, dataset, sampler, workers, *others)
+    original(self, dataset, sampler, workers, *others, **named)
 
 
 def requests_with(**changed: Any) -> Any:

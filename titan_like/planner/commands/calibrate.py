@@ -186,7 +186,12 @@ def calibrated(rows: Sequence[Row], start: Profile, name: str) -> Calibration:
     sources = [row.source for row in rows]
     profile = profile.changed(
         name=name,
+        description=f"calibrated, from {start.name}",
         fitted_on=tuple(f"{source}: {sources.count(source)} rows" for source in sorted(set(sources))),
+        fitted_gpus=tuple(sorted({row.adapted(start).device.name for row in rows})),
+        most_gpus=max(row.work.num_gpus for row in rows),
+        fitted_experts=any(row.work.has_experts for row in rows),
+        dtype=rows[0].work.dtype,
         error_median=held.median,
         error_p90=held.p90,
     )

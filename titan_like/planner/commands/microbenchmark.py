@@ -335,6 +335,7 @@ def _start(machine: Machine, name: str, device: Device) -> Profile:
         description=f"measured on {machine.processes} × {device.name}{threads}, PyTorch {torch.__version__}",
         node_bandwidth=profile.node_bandwidth if machine.processes > 1 else 0.0,
         fitted_on=(),
+        fitted_gpus=(),
         cores=machine.shared_cores,
         causal_half=True,
         error_median=0.15,
