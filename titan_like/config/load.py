@@ -29,6 +29,7 @@ from titan_like.config.errors import (
     ConfigError,
     RunError,
     all_of,
+    blamed_on,
     printable,
     reason_of,
     record_error,
@@ -292,10 +293,8 @@ def _file_settings(path: Any) -> dict[str, Any]:
     if path is None:
         return {}
     require(isinstance(path, str), "job.config_file", path, "must be the path of one TOML file")
-    try:
+    with blamed_on("job.config_file", path):
         name = expanded(path)
-    except ValueError as error:
-        raise ConfigError("job.config_file", path, str(error)) from None
     return read_toml(find_config(name))
 
 

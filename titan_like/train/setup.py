@@ -14,7 +14,7 @@ import torch
 
 from titan_like.checkpoint import checks
 from titan_like.checkpoint.step_folders import checkpoint_folder, hugging_face_folder, newest_in
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, blamed_on, first_line, require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.config.urls import path_of
@@ -157,10 +157,8 @@ def check_export(config: JobConfig, model: TransformerConfig) -> None:
     require(config.training.dtype != "float64", key, interval, reason)
     reason = "adapters alone are not a model for transformers; set it to 0, and export by scripts/convert.py to-hf"
     require(not config.lora.rank, key, interval, reason)
-    try:
+    with blamed_on(key, interval, RefusedError, after="; set it to 0"):
         family_of(model).to_fields(model)
-    except RefusedError as refusal:
-        raise ConfigError(key, interval, f"{refusal}; set it to 0") from None
     checks.check_writable("checkpoint.folder", hugging_face_folder(config), make=False)
 
 

@@ -203,10 +203,8 @@ class BlendedSource(Source):
         self._taken: list[list[int]] = []
         self._draw: list[Callable[[int], int]] = []
         shares = [weights[number] or float(len(sources[number])) for number in present]
-        try:
+        with blamed_on("data.paths", request.section.paths, after="; leave that source out"):
             self.blend = Blend(shares or [1.0], request.seed, num_readers)
-        except ValueError as error:
-            raise ConfigError("data.paths", request.section.paths, f"{error}; leave that source out") from None
 
     def __len__(self) -> int:
         """In training, all sources' samples together; otherwise the samples before the first that would repeat one."""

@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import ConfigError, blamed_on, require
 from titan_like.config.paths import blaming, check_folder, parse_json, unreadable_reason, user_file
 from titan_like.data.readers import raw_text
 from titan_like.data.readers.indexed import prefix_of
@@ -46,10 +46,8 @@ def find_files(
         reason = unreadable_reason(path)
         require(reason is None, key, str(path), f"{reason}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
-        try:
+        with blamed_on(key, str(path), raw_text.UnreadableError):
             is_text = raw_text.kind_of(path, columns) == "text"
-        except raw_text.UnreadableError as error:
-            raise ConfigError(key, str(path), str(error)) from None
         require(not (no_text and is_text), key, str(path), no_text)
     return files
 
