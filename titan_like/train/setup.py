@@ -134,9 +134,7 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> Jo
     load_step, reason = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
     require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, reason)
     check_export(config, model)
-    folder, state = checkpoint_folder(config), None
-    if resumes and config.lora.rank:
-        state = checks.newest_state(folder, checks.usable_steps(folder, config.checkpoint.load_step))
+    state = checks.saved_state(config) if resumes and config.lora.rank else None
     config = config if state is None else with_base(config, state)
     text = config.checkpoint.initial_load_path
     if text and (newest := newest_in(path_of(text))) != path_of(text):  # of a run, which may have another one soon
