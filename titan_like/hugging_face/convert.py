@@ -23,6 +23,7 @@ from titan_like.config.errors import RunError, blamed_on
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
 from titan_like.data.readers.fetch import with_small_files
+from titan_like.data.readers.files import say
 from titan_like.data.text.special_tokens import GENERATION_FILE, ORIGIN_FILE, end_ids, tokenizer_names
 from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import (
@@ -31,7 +32,6 @@ from titan_like.hugging_face.folder import (
     INDEX_FILE,
     HuggingFaceFolder,
     refusals_of,
-    say,
     slice_reader,
     tensors_around,
 )
