@@ -52,12 +52,9 @@ class Router(nn.Module):
         self.logit_bias = nn.Parameter(torch.empty(experts)) if config.router_bias else None
         self.register_buffer("load", torch.empty(experts))
         self.register_buffer("bias", torch.empty(experts) if config.balance == "bias" else None)
-        for name, value in (
-            ("counts", torch.empty(experts, dtype=torch.int64)),
-            ("loss_sums", torch.empty(2)),
-            ("loss_factor", torch.empty(())),
-        ):
-            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("counts", torch.empty(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("loss_sums", torch.empty(2), persistent=False)
+        self.register_buffer("loss_factor", torch.empty(()), persistent=False)
         self.reset()
 
     def reset(self) -> None:
