@@ -86,11 +86,6 @@ def _type_name(annotation: Any) -> str:
     return names.get(annotation, str(annotation))
 
 
-def json_schema(config_type: type[BaseModel]) -> str:
-    """JSON schema of a run's TOML; editors use it if the first line is ``#:schema ./schema.json``."""
-    return json.dumps(config_type.model_json_schema(), indent=2) + "\n"
-
-
 def setting(config: JobConfig, key: str) -> Any:
     """The value of ``section.key``."""
     section, _, name = key.partition(".")
