@@ -14,7 +14,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import DEGREES, Layout
 
-_VERSIONS = ("torch", "transformers", "torchao")
+_VERSIONS = ("torch", "torchdata", "transformers", "torchao")
 
 
 def run_name(config: JobConfig, layout: Layout) -> str:

@@ -2,6 +2,9 @@
 
 One number is the whole cursor: how many samples the run has consumed. Microbatch k of the stream starts at sample
 k·(micro_batch_size·ranks), and each rank reads a consecutive part of it.
+
+torchdata's `StatefulDataLoader` reads the samples, and returns the state of datasets from its worker processes. Its own
+state, which needs the same number of workers, is not used, because the cursor alone determines the order.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.data.batch import Batch, collate, map_tensors
@@ -46,21 +50,26 @@ class GlobalSampler(Sampler[list[int]]):
             start += self.num_ranks * self.micro_batch_size
 
 
-class _Batches(Dataset[Any]):
-    """A dataset read in whole batches, each with the state of the process's dataset after it.
-
-    It returns a one-sentence error in place of both, because the loader would wrap a worker's exception in a traceback.
+class _Batches(Dataset[Batch]):
+    """A dataset read in whole batches. It returns a one-sentence error in place of the batch, because the loader would
+    wrap a worker's exception in a traceback.
     """
 
     def __init__(self, dataset: Dataset[Batch]) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, indices: list[int]) -> tuple[Batch, State | None] | ConfigError | RunError:
+    def __getitems__(self, indices: list[int]) -> list[Batch] | ConfigError | RunError:
         try:
-            batch = collate([self.dataset[index] for index in indices])
+            return [self.dataset[index] for index in indices]
         except (ConfigError, RunError) as error:
             return error
-        return batch, self.dataset.state_dict() if isinstance(self.dataset, Masks | Source) else None
+
+    def state_dict(self) -> State | None:
+        return self.dataset.state_dict() if isinstance(self.dataset, Masks | Source) else None
+
+    def load_state_dict(self, state: State) -> None:
+        """Torchdata saves the state only of classes with this method."""
+        raise NotImplementedError("a dataset is given its state before it is copied to worker processes")
 
 
 def merge_states(states: Iterable[Mapping[str, list[int]] | None]) -> State:
@@ -83,9 +92,13 @@ class _Sent:
         return partial(map_tensors, torch.as_tensor), (arrays,)
 
 
-def _to_send(item: Any) -> Any:
-    """What `_Batches` returns, in a worker process with the batch as `_Sent`."""
-    return (_Sent(item[0]), item[1]) if isinstance(item, tuple) and get_worker_info() else item
+def _collate(samples: list[Batch] | ConfigError | RunError) -> Batch | _Sent | ConfigError | RunError:
+    if not isinstance(samples, list):
+        return samples
+    try:
+        return collate(samples) if get_worker_info() is None else _Sent(collate(samples))
+    except RunError as error:
+        return error
 
 
 class BackgroundLoader:
@@ -108,23 +121,25 @@ class BackgroundLoader:
         self._device = device  # batches for a GPU are pinned
         self._depth, self._repeats, self._workers = depth, repeats, list[BaseProcess]()
         self.state: State = {}  # the dataset's, after the microbatches returned so far
+        batches = _Batches(dataset)
         with warnings.catch_warnings():
-            # About more workers than processors: torch ignores a container's limit.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            self._loader: DataLoader | None = DataLoader(
-                _Batches(dataset),
+            # From torchdata on newer torch, and about more workers than processors: torch ignores a container's limit.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated|This DataLoader will create")
+            self._loader: StatefulDataLoader | None = StatefulDataLoader(
+                batches,
                 batch_sampler=sampler,
-                collate_fn=_to_send,
+                collate_fn=_collate,
                 num_workers=num_workers,
                 pin_memory=device.type == "cuda",
                 persistent_workers=repeats and num_workers > 0,
+                snapshot_every_n_steps=0 if batches.state_dict() is None else 1,
                 generator=torch.Generator(),  # for the loader's seed, so that it does not advance dropout's generator
             )
         self.start()
 
     def start(self) -> None:
         """Begin a pass over the sampler's batches."""
-        self._queue: queue.Queue[tuple[Batch, State | None] | BaseException | None] = queue.Queue(maxsize=self._depth)
+        self._queue: queue.Queue[tuple[Batch, State] | BaseException | None] = queue.Queue(maxsize=self._depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(self._loader,), name="data-loader", daemon=True)
         self._thread.start()
@@ -135,8 +150,7 @@ class BackgroundLoader:
     def __next__(self) -> Batch:
         item = self._queue.get()
         if isinstance(item, tuple):
-            batch, state = item
-            self.state = merge_states([self.state, state])
+            batch, self.state = item
             return batch
         self._queue.put(item)  # the thread has ended, so the next call must find the same answer
         raise StopIteration if item is None else item
@@ -150,21 +164,21 @@ class BackgroundLoader:
         if not self._repeats:
             self._loader = None
 
-    def _fill(self, loader: DataLoader) -> None:
+    def _fill(self, loader: StatefulDataLoader) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # threads start on GPU 0, where pinning would create a context
-            items = iter(loader)  # starts the processes
-            self._workers = getattr(items, "_workers", [])
-            for item in items:
-                is_read = not isinstance(item, ConfigError | RunError)
-                if not self._put(tuple(item) if is_read else item) or not is_read:  # pinning makes lists of tuples
+            batches = iter(loader)  # waits for the processes to be ready
+            self._workers = getattr(batches, "_workers", [])
+            for batch in batches:
+                is_read = isinstance(batch, tuple)
+                if not self._put((batch, _state_of(loader)) if is_read else batch) or not is_read:
                     return
             self._put(None)
         except BaseException as error:  # raised again in the thread that waits for the batch
             self._put(_death_among(self._workers) or error)
 
-    def _put(self, item: tuple[Batch, State | None] | BaseException | None) -> bool:
+    def _put(self, item: tuple[Batch, State] | BaseException | None) -> bool:
         """Wait for a free slot, but not beyond `close`. Returns whether the item was queued."""
         while not self._stopped.is_set():
             try:
@@ -173,6 +187,15 @@ class BackgroundLoader:
             except queue.Full:
                 continue
         return False
+
+
+def _state_of(loader: StatefulDataLoader) -> State:
+    """The state of the dataset in all worker processes, after the last batch."""
+    if not loader.snapshot_every_n_steps:
+        return {}
+    state: dict[str, Any] = loader.state_dict()
+    copies = state["_snapshot"]["_worker_snapshots"].values() if loader.num_workers else [state]
+    return merge_states(copy["dataset_state"] for copy in copies)
 
 
 def _death_among(workers: list[BaseProcess]) -> RunError | None:
