@@ -2,6 +2,7 @@
 TOMLs, and docs/settings.md.
 """
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the code next to this file, not an installed one
 
-from titan_like.config.load import described_options, json_schema, purpose_of  # noqa: E402
+from titan_like.config.load import described_options, purpose_of  # noqa: E402
 from titan_like.config.schema import JobConfig  # noqa: E402
 from titan_like.models.registry import config_class  # noqa: E402
 
@@ -42,7 +43,8 @@ def written() -> dict[str, str]:
     """The files' contents by their paths in the repository."""
     sections = {name: field.annotation for name, field in JobConfig.model_fields.items()}
     sections |= {f"model.overrides of {family}": config_class(family) for family in FAMILIES}
-    return {"train_configs/schema.json": json_schema(JobConfig), "docs/settings.md": settings_page(sections)}
+    schema = json.dumps(JobConfig.model_json_schema(), indent=2) + "\n"
+    return {"train_configs/schema.json": schema, "docs/settings.md": settings_page(sections)}
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_grouped_biases_are_those_of_the_loop():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_that_torch_does_not_group_are_looped_over(monkeypatch, dtype):
     """An odd number of columns, and another type."""
-    monkeypatch.setattr(experts, "grouped_product", None)
+    monkeypatch.setattr(experts.F, "grouped_mm", None)
     linear = experts.ExpertLinear(moe_config(), 7, 3)
     torch.nn.init.normal_(linear.weight)
     x, ends = torch.randn(4, 7).to(dtype), torch.tensor([1, 1, 3, 3, 4], dtype=torch.int32)

@@ -96,9 +96,10 @@ def usable_steps(folder: Path, load_step: int | None) -> list[int]:
     return [load_step]
 
 
-def newest_state(folder: Path, steps: list[int]) -> step_folders.RunState | None:
-    """The newest readable `run.json`; None if there is none. `resume` reports damaged checkpoints."""
-    for step in reversed(steps):
+def saved_state(config: JobConfig) -> step_folders.RunState | None:
+    """The newest readable `run.json` from which a run may resume; None without one. `resume` reports damaged ones."""
+    folder = step_folders.checkpoint_folder(config)
+    for step in reversed(usable_steps(folder, config.checkpoint.load_step) if config.checkpoint.enable else []):
         with suppress(OSError, ValueError):
             return step_folders.read_run_state(step_folders.checkpoint_path(folder, step))
     return None
@@ -146,10 +147,7 @@ def check_checkpoints(config: JobConfig, model: TransformerConfig, folder: Path,
 
 def check_schedule(config: JobConfig) -> None:
     """Raise a `ConfigError` if the learning rate's decay does not fit the new or resumed run."""
-    state, folder = None, step_folders.checkpoint_folder(config)
-    if config.checkpoint.enable:
-        state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
-    schedule = schedule_of(config, state)
+    schedule = schedule_of(config, saved_state(config))
     check_decay(schedule.shape, schedule.length)
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from titan_like.optim.shards import ShardedOptimizer
 from titan_like.parallel.model import ParallelModel
 from titan_like.torch_private import LocalShardsWrapper, StridedShard, with_local_tensor
 
+T = TypeVar("T")
 _BUFFERS = "buffers."
 _TIME_TO_END = 10.0  # seconds to wait for a stopped job to end
 _TOKEN_KEYS = ("dataset", "tokenizer", *TokenOptions._fields)
@@ -118,14 +120,21 @@ def hold_folder(key: str, folder: Path, lock: Path) -> None:
     the folder and does not end soon, or if the lock cannot be used.
     """
     taken = "another job writes to this folder; stop it, or name another folder"
-    refusal: list[str | None] = [None]
+    refusal = None
     if dist.get_rank() == 0:
-        refusal[0] = hold(lock, taken, 0.0)
-        if refusal[0] == taken:
+        refusal = hold(lock, taken, 0.0)
+        if refusal == taken:
             print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
-            refusal[0] = hold(lock, taken, _TIME_TO_END)
-    dist.broadcast_object_list(refusal, src=0)
-    require(refusal[0] is None, key, str(folder), refusal[0] or "")
+            refusal = hold(lock, taken, _TIME_TO_END)
+    refusal = from_first_rank(refusal)
+    require(refusal is None, key, str(folder), refusal or "")
+
+
+def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """The ``value`` of rank 0 on every rank of ``group``, by default of the job."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
 
 
 def resume(
@@ -140,13 +149,13 @@ def resume(
         RunError: there are usable checkpoints but none of them loads.
     """
     hold_folder("checkpoint.folder", folder, folder)
-    usable: list[list[int]] = [[]]
+    usable: list[int] = []
     if dist.get_rank() == 0:
         for name in sweep(folder):
             print(f"checkpoint {folder / name} was never completed and has been removed", flush=True)
-        usable = [[step for step in complete_steps(folder) if is_usable(step)]]
-    dist.broadcast_object_list(usable, src=0)  # listings of a network file system may lag behind on other nodes
-    for step in reversed(usable[0]):
+        usable = [step for step in complete_steps(folder) if is_usable(step)]
+    usable = from_first_rank(usable)  # listings of a network file system may lag behind on other nodes
+    for step in reversed(usable):
         path = checkpoint_path(folder, step)
         try:
             agree(unreadable(path))  # else ranks that can read it would wait in the collective load
@@ -158,9 +167,9 @@ def resume(
         if dist.get_rank() == 0:
             print(f"resumed from {path}", flush=True)
         return state
-    if not usable[0]:
+    if not usable:
         return None
-    if len(usable[0]) == 1:
+    if len(usable) == 1:
         raise RunError(f"{path} cannot be loaded; choose another checkpoint.load_step, or move it away to start anew")
     raise RunError(f"none of the checkpoints in {folder} can be loaded; move them away to start anew")
 
@@ -196,7 +205,11 @@ def load_checkpoint(
     except CheckpointException as error:  # a BaseException, raised on every rank
         raise RuntimeError(first_failure(error)) from error
     if isinstance(model, ParallelModel):
-        _update_copies(model, optimizer)
+        model.update_copies()
+        if optimizer is not None:
+            for copy, original in model.copies():
+                for key, value in optimizer.state.get(original, {}).items():
+                    optimizer.state[copy][key].copy_(value)
     return run
 
 
@@ -235,23 +248,27 @@ def reading(path: Path, hint: str = "") -> Iterator[None]:
         raise RunError(f"{path} cannot be loaded ({first_failure(error)}){hint}") from error
 
 
+def on_each_rank(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> str | None:
+    """Run an action on files on every rank. Returns the first rank's error on every rank, or None."""
+    reason = None
+    try:
+        action()
+    except Exception as error:  # a damaged file may raise anything
+        reason = first_line(error)
+    return first_reason(reason, group)
+
+
 def agree(reason: str | None) -> None:
     """Raise a `RunError` with the first rank's reason on every rank if any rank fails. Every rank calls this."""
+    if failure := first_reason(reason):
+        raise RunError(failure)
+
+
+def first_reason(reason: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """The first rank that gives a reason, with that reason, on every rank; None if no rank gives one."""
     reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    for rank, text in enumerate(reasons):
-        if text is not None:
-            raise RunError(f"rank {rank}: {text}")
-
-
-@torch.no_grad()
-def _update_copies(model: ParallelModel, optimizer: torch.optim.Optimizer | None) -> None:
-    """Update the second copies of tied tables, because only the first ones were loaded."""
-    for copy, original in model.copies():
-        copy.copy_(original)
-        if optimizer is not None:
-            for key, value in optimizer.state.get(original, {}).items():
-                optimizer.state[copy][key].copy_(value)
+    dist.all_gather_object(reasons, reason, group=group)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None), None)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint import step_folders
-from titan_like.checkpoint.loader import first_failure, in_parts
+from titan_like.checkpoint.loader import first_failure, from_first_rank, in_parts, on_each_rank
 from titan_like.config.errors import first_line
 from titan_like.config.monitoring import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
@@ -213,9 +213,8 @@ class Saver:
         reason = self._on_first_rank(partial(step_folders.begin_checkpoint, folder, run.step))
         if reason is None:
             try:
-                mark = [uuid4().hex]
-                dist.broadcast_object_list(mark, src=0, group=self._group)
-                writer = TensorWriter(step_folders.unfinished_path(folder, run.step), mark[0])
+                mark = from_first_rank(uuid4().hex, self._group)
+                writer = TensorWriter(step_folders.unfinished_path(folder, run.step), mark)
                 dcp.save(in_parts(tensors), storage_writer=writer, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 reason = self._explained(first_failure(error), tensors, folder)
@@ -232,12 +231,13 @@ class Saver:
         rank, unfinished = dist.get_rank(), weights.parent
         with TemporaryDirectory() if isinstance(unfinished, RemotePath) else nullcontext(unfinished) as name:
             folder = Path(name)
-            reason = self._on_each_rank(partial(self.export, checkpoint, folder, (rank, dist.get_world_size())))
+            write = partial(self.export, checkpoint, folder, (rank, dist.get_world_size()))
+            reason = on_each_rank(write, self._group)
             reason = reason or self._on_first_rank(partial(remove, weights))
             if isinstance(unfinished, RemotePath):
                 put = partial(step_folders.upload, folder, unfinished)
                 for is_turn in (rank > 0, rank == 0):  # the file that makes it complete is rank 0's
-                    reason = reason or self._on_each_rank(put if is_turn else lambda: None)
+                    reason = reason or on_each_rank(put if is_turn else lambda: None, self._group)
         reason = reason or self._on_first_rank(partial(step_folders.complete, self.exports_to, step, self.keep_latest))
         if reason is None:
             self._saved.append(step_folders.checkpoint_path(self.exports_to, step))
@@ -245,12 +245,11 @@ class Saver:
 
     def _explained(self, reason: str, tensors: Tensors, folder: Path) -> str:
         """The reason of a failed save, with a full disk named, which torch's writer does not report."""
-        texts, needed = [reason], sum(local(tensor).nbytes for tensor in tensors.values())
+        needed = sum(local(tensor).nbytes for tensor in tensors.values())
         is_here = dist.get_rank() == 0 and not isinstance(folder, RemotePath)
         if is_here and shutil.disk_usage(folder).free < needed:
-            texts = [f"the disk is full; {reason}"]
-        dist.broadcast_object_list(texts, src=0, group=self._group)
-        return texts[0]
+            reason = f"the disk is full; {reason}"
+        return from_first_rank(reason, self._group)
 
     def _not_finite(self, tensors: Tensors) -> str | None:
         """The reason not to save tensors that are not finite and would replace good ones, or None."""
@@ -262,24 +261,13 @@ class Saver:
 
     def _on_first_rank(self, action: Callable[[], object]) -> str | None:
         """Run an action on files on rank 0. Returns its error on every rank, or None."""
-        reasons: list[str | None] = [None]
+        reason = None
         if dist.get_rank() == 0:
             try:
                 action()
             except OSError as error:
-                reasons = [first_line(error)]
-        dist.broadcast_object_list(reasons, src=0, group=self._group)
-        return reasons[0]
-
-    def _on_each_rank(self, action: Callable[[], object]) -> str | None:
-        """Run an action on files on every rank. Returns the first rank's error on every rank, or None."""
-        reason, reasons = None, [None] * dist.get_world_size()
-        try:
-            action()
-        except Exception as error:  # a damaged file may raise anything
-            reason = f"rank {dist.get_rank()}: {first_line(error)}"
-        dist.all_gather_object(reasons, reason, group=self._group)
-        return next((text for text in reasons if text is not None), None)
+                reason = first_line(error)
+        return from_first_rank(reason, self._group)
 
 
 @dataclass

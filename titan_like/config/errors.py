@@ -7,8 +7,8 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,6 +37,19 @@ def require(condition: object, key: str, value: object, hint: str) -> None:
     """Raise a `ConfigError` about setting ``key`` unless ``condition``. ``hint``: the reason and what to change."""
     if not condition:
         raise ConfigError(key, value, hint)
+
+
+@contextmanager
+def blamed_on(
+    key: str, value: object, kind: type[Exception] = ValueError, before: str = "", after: str = ""
+) -> Iterator[None]:
+    """Turn an error of this ``kind``, whose message is a reason, into a `ConfigError` about setting ``key``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except kind as error:
+        raise ConfigError(key, value, f"{before}{error}{after}") from None
 
 
 def refuse(config: BaseModel, *rules: tuple[object, str, str]) -> None:

@@ -29,6 +29,7 @@ from titan_like.config.errors import (
     ConfigError,
     RunError,
     all_of,
+    blamed_on,
     printable,
     reason_of,
     record_error,
@@ -83,11 +84,6 @@ def _type_name(annotation: Any) -> str:
         return "table"
     names = {str: "string", int: "integer", float: "number", bool: "true | false"}
     return names.get(annotation, str(annotation))
-
-
-def json_schema(config_type: type[BaseModel]) -> str:
-    """JSON schema of a run's TOML; editors use it if the first line is ``#:schema ./schema.json``."""
-    return json.dumps(config_type.model_json_schema(), indent=2) + "\n"
 
 
 def setting(config: JobConfig, key: str) -> Any:
@@ -292,10 +288,8 @@ def _file_settings(path: Any) -> dict[str, Any]:
     if path is None:
         return {}
     require(isinstance(path, str), "job.config_file", path, "must be the path of one TOML file")
-    try:
+    with blamed_on("job.config_file", path):
         name = expanded(path)
-    except ValueError as error:
-        raise ConfigError("job.config_file", path, str(error)) from None
     return read_toml(find_config(name))
 
 

@@ -62,6 +62,11 @@ class Health(Surroundings):
         600.0, "seconds without progress until the job ends and names the rank at fault; 0: never", ge=0, le=10**6
     )
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether a loss spike sends the run back to its newest checkpoint."""
+        return self.loss_spike_factor > 0 and self.loss_spike_action == "rewind"
+
 
 class Profiling(Surroundings):
     """Time and memory profiles of single steps."""

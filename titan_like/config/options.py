@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import re
 import sys
@@ -13,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from pydantic_core import to_json
 
 from titan_like.config.errors import ConfigError, printable, require, shortened
 from titan_like.config.paths import expanded
@@ -137,12 +137,4 @@ def write_json(path: str | None, result: Any) -> None:
 
 def json_text(value: Any) -> str:
     """A result as JSON. Numbers that are not finite become null, because JSON has none."""
-    return json.dumps(_finite(value), indent=2)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return to_json(value, indent=2, inf_nan_mode="null").decode()

@@ -8,11 +8,12 @@ import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from jinja2 import TemplateError  # installed with lm_eval
 from lm_eval import evaluator
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
@@ -27,9 +28,6 @@ from titan_like.evaluate.sampling import SAMPLING, Sampling, generate
 from titan_like.evaluate.scoring import Scorer
 from titan_like.evaluate.task import ending_window
 from titan_like.hugging_face.tokenizer import byte_tokenizer
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
 
 
 class HarnessTasks(TaskManager):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import blamed_on, require
 from titan_like.data.text.special_tokens import GENERATION_FILE, end_ids, read_json
 from titan_like.data.text.tokenizer import Tokenizer
 from titan_like.evaluate.inference import ParallelInference
@@ -50,13 +50,15 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float =
 
 def stop_ids(tokenizer: Tokenizer, path: Path) -> frozenset[int]:
     """The tokens that end a text: the tokenizer's, and any that the files in the checkpoint's folder ``path`` name."""
-    return tokenizer.stop_ids | frozenset(_of_folder(path, end_ids))
+    with blamed_on("checkpoint.folder", str(path), after="; correct it"):
+        return tokenizer.stop_ids | frozenset(end_ids(path))
 
 
 def generation_fields(path: Path) -> dict[str, Any]:
     """The fields of generation_config.json in the checkpoint's folder ``path`` that are not null; {} without it."""
     file = path / GENERATION_FILE
-    fields = {name: value for name, value in _of_folder(file, read_json).items() if value is not None}
+    with blamed_on("checkpoint.folder", str(file), after="; correct it"):
+        fields = {name: value for name, value in read_json(file).items() if value is not None}
     for name, default in SAMPLING.items():
         least, most = _LIMITS[name]
         value = fields.get(name, default)
@@ -64,13 +66,6 @@ def generation_fields(path: Path) -> dict[str, Any]:
         reason = f"has a {file.name} whose {name} is no {what} from {least:g} to {most:g}; correct it"
         require(type(value) in (int, type(default)) and least <= value <= most, "checkpoint.folder", str(path), reason)
     return fields
-
-
-def _of_folder(path: Path, read: Callable[[Path], Any]) -> Any:
-    try:
-        return read(path)
-    except ValueError as error:
-        raise ConfigError("checkpoint.folder", str(path), f"{error}; correct it") from None
 
 
 @dataclass(frozen=True)

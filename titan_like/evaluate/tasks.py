@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import ConfigError, blamed_on, require
 from titan_like.config.paths import expanded, unreadable_reason
 from titan_like.config.schema import JobConfig
 from titan_like.data.objectives.race import read_questions
@@ -246,10 +246,8 @@ def named_tasks(key: str, specs: Sequence[str], model: TransformerConfig) -> lis
         written = spec.partition("=")[2]
         expected = f"must be NAME=PATH, where NAME is {', '.join(_KINDS)}; for example lambada=lambada_test.jsonl"
         require(name in _KINDS and written, key, spec, expected)
-        try:
+        with blamed_on(key, spec, before="the path "):
             kind, path = _KINDS[name], Path(expanded(written))
-        except ValueError as error:
-            raise ConfigError(key, spec, f"the path {error}") from None
         if kind.chooses:
             require(os.path.isdir(path), key, spec, f"{path} is not a folder; name one of the data set's")
         elif (reason := unreadable_reason(path)) is not None:
@@ -268,10 +266,8 @@ def open_tasks(named: Sequence[NamedTask], tokenizer: Tokenizer, settings: TextS
     """Read and tokenize the files of tasks; a `ConfigError` if one cannot be used."""
     tasks = []
     for key, spec, label, kind, path in named:
-        try:
+        with blamed_on(key, spec, UnreadableError, before=f"{path} "):
             tasks.append(kind.build(label, path, tokenizer, settings))
-        except UnreadableError as error:
-            raise ConfigError(key, spec, f"{path} {error}") from None
     return tasks
 
 

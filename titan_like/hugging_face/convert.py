@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from titan_like.checkpoint import step_folders
 from titan_like.checkpoint.loader import CheckpointWeights, first_failure
 from titan_like.checkpoint.saver import TensorWriter
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import RunError, blamed_on
 from titan_like.config.schema import DEFAULT_TOKENS, JobConfig
 from titan_like.config.urls import RemotePath
 from titan_like.data.readers.fetch import with_small_files
+from titan_like.data.readers.files import say
 from titan_like.data.text.special_tokens import GENERATION_FILE, ORIGIN_FILE, end_ids, tokenizer_names
 from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_in
 from titan_like.hugging_face.folder import (
@@ -31,7 +32,6 @@ from titan_like.hugging_face.folder import (
     INDEX_FILE,
     HuggingFaceFolder,
     refusals_of,
-    say,
     slice_reader,
     tensors_around,
 )
@@ -135,11 +135,9 @@ def write_folder(
     """
     source = with_small_files(weights.path)
     origin, number = read_origin(source), share[0]
-    try:
+    with blamed_on("--checkpoint", str(weights.path), RefusedError):
         module = family_of(weights.model, origin.fields.get("model_type"))
         fields = module.to_fields(weights.model)
-    except RefusedError as refusal:
-        raise ConfigError("--checkpoint", str(weights.path), str(refusal)) from None
     # Tied tables go out again under the names that they came with, and so does what is around a text's model.
     has_more = isinstance(origin.fields.get("text_config"), dict)
     names, around = tensors_around(Path(origin.source), module) if has_more else ({}, {})

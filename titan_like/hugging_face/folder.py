@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import glob
 import json
-import os
 import re
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,10 @@ from titan_like.config.errors import ConfigError, first_line, printable, shorten
 from titan_like.config.paths import unreadable_reason, user_file
 from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.readers.fetch import fetch, with_small_files
+from titan_like.data.readers.files import say
 from titan_like.data.text.special_tokens import COMPANIONS, CONFIG_FILE, TEMPLATES, TOKENIZER_FILES, read_json
 from titan_like.data.text.tokenizer import from_hub, is_on_hub
-from titan_like.hugging_face.quantized import check_quantization, read_quantized, with_scales
+from titan_like.hugging_face.quantized import FileTensor, check_quantization, read_quantized, with_scales
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import (
     Fields,
@@ -78,18 +77,6 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 
 @dataclass(frozen=True)
-class FileTensor:
-    """A tensor in a safetensors file, as the file's header describes it."""
-
-    file: Path
-    name: str  # in the file
-    shape: tuple[int, ...]
-    dtype: str  # safetensors' name; of a quantised tensor the dtype of its export
-    scales: FileTensor | None = None  # of a quantised tensor
-    block: tuple[int, ...] = ()  # of FP8: its rows and columns that share a scale
-
-
-@dataclass(frozen=True)
 class HuggingFaceFolder:
     """A folder whose configuration, index and headers are consistent."""
 
@@ -131,13 +118,6 @@ def open_hugging_face(path: Path, key: str, ignore: Collection[str] = ()) -> Hug
         roots = ", ".join(sorted({name.removeprefix(module.PREFIX).partition(".")[0] for name in left_out}))
         say(f"{path}: {len(left_out)} of {len(tensors)} tensors ({roots}) are not of this model and are not trained")
     return HuggingFaceFolder(path, family, model, fields, tensors)
-
-
-@cache
-def say(line: str) -> None:
-    """Print a line once, on the first process."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
 
 
 def read_model(path: Path, key: str, ignore: Collection[str] = ()) -> tuple[dict[str, Any], str, TransformerConfig]:

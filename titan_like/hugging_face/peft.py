@@ -26,8 +26,9 @@ from titan_like.config.urls import RemotePath, path_of
 from titan_like.data.readers.fetch import with_small_files
 from titan_like.data.text.special_tokens import CONFIG_FILE, read_json
 from titan_like.data.text.tokenizer import is_on_hub
-from titan_like.hugging_face.folder import DTYPES, FileTensor, local_folder, open_hugging_face, read_header, refusals_of
+from titan_like.hugging_face.folder import DTYPES, local_folder, open_hugging_face, read_header, refusals_of
 from titan_like.hugging_face.origin import read_origin
+from titan_like.hugging_face.quantized import FileTensor
 from titan_like.models.config import TransformerConfig, has_experts
 from titan_like.models.hugging_face import Stored
 from titan_like.models.layers.init import ADAPTER_NAMES, local_parts

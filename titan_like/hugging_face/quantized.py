@@ -7,18 +7,28 @@ MXFP4: `NAME_blocks` and `NAME_scales`, of which `NAME` is the transpose, as in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from titan_like.models.hugging_face import Fields, RefusedError
 
-if TYPE_CHECKING:
-    from titan_like.hugging_face.folder import FileTensor
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a safetensors file, as the file's header describes it."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name; of a quantised tensor the dtype of its export
+    scales: FileTensor | None = None  # of a quantised tensor
+    block: tuple[int, ...] = ()  # of FP8: its rows and columns that share a scale
+
 
 # (name in a file, a slice for each dimension) → that part
-Read = Callable[["FileTensor", tuple[slice, ...]], torch.Tensor]
+Read = Callable[[FileTensor, tuple[slice, ...]], torch.Tensor]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_BLOCK = 32  # numbers with one scale

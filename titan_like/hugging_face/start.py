@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_like.checkpoint.checks import newest_state, usable_steps
+from titan_like.checkpoint.checks import saved_state
 from titan_like.checkpoint.loader import is_checkpoint, model_tensors, unreadable
 from titan_like.checkpoint.step_folders import RUN_FILE, RunState, checkpoint_folder, checkpoint_path, read_run_state
 from titan_like.config.entry_points import format_of
@@ -147,13 +147,11 @@ def _check_tokenizer(config: JobConfig, start: Start, source: str) -> Iterator[C
 
 def _saved_start(config: JobConfig) -> Start | None:
     """The `Start` with which the run began, from the checkpoint that it resumes from; None without one."""
-    folder, state = checkpoint_folder(config), None
-    if config.checkpoint.enable:
-        state = newest_state(folder, usable_steps(folder, config.checkpoint.load_step))
+    state = saved_state(config)
     if state is None or state.config["model"].get("from") != config.model.from_:
         return None
     is_gone = any(map(unreadable_reason, tokenizer_files(state.config["data"]["tokenizer"])))
-    saved = tokenizer_in(checkpoint_path(folder, state.step)) if is_gone else None
+    saved = tokenizer_in(checkpoint_path(checkpoint_folder(config), state.step)) if is_gone else None
     start = _of_run(state, state.config["model"]["flavors"][FLAVOR], saved)
     lora = {key: state.config["lora"][key] for key in ("rank", "alpha", "modules") if "adapters" in state.base}
     return start._replace(lora=lora)
@@ -191,5 +189,5 @@ def read_weights(
         if tensor is not None and not is_new:  # otherwise another pipeline stage holds it
             for part, offset in local_parts(tensor):
                 fill_part(part, offset, stored, source.read_slice)
-    for copy, original in model.copies() if isinstance(model, ParallelModel) else ():
-        copy.copy_(original)
+    if isinstance(model, ParallelModel):
+        model.update_copies()

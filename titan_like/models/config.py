@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeGuard
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -99,19 +100,19 @@ class TransformerConfig(BaseModel):
         return filled
 
     @model_validator(mode="after")
-    def _check_heads(self) -> TransformerConfig:
-        has_head_size = "head_size" in type(self).model_fields
-        if self.hidden_size % self.num_attention_heads and not getattr(self, "head_size", 0):
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}; "
-                f"choose a divisor{', or set head_size' if has_head_size else ''}"
-            )
-        if self.num_attention_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {self.num_attention_heads}; "
-                "choose a divisor"
-            )
+    def _check_rules(self) -> Self:
+        for message in self.broken_rules():
+            raise ValueError(message)
         return self
+
+    def broken_rules(self) -> Iterator[str]:
+        """Yield a message for each rule that the fields break together. The first one is reported."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if hidden % heads and not getattr(self, "head_size", 0):
+            hint = "choose a divisor" + (", or set head_size" if "head_size" in type(self).model_fields else "")
+            yield f"num_attention_heads {heads} does not divide hidden_size {hidden}; {hint}"
+        if heads % self.num_kv_heads:
+            yield f"num_kv_heads {self.num_kv_heads} does not divide num_attention_heads {heads}; choose a divisor"
 
     @property
     def is_causal(self) -> bool:
@@ -307,42 +308,33 @@ class WithExperts(TransformerConfig):
             filled["ffn_hidden_size"] = filled["expert_ffn_hidden_size"]
         return filled
 
-    @model_validator(mode="after")
-    def _check_experts(self) -> WithExperts:
-        if not self.num_experts:
+    def broken_rules(self) -> Iterator[str]:
+        """As in the base class."""
+        yield from super().broken_rules()
+        experts, top = self.num_experts, self.experts_per_token
+        groups, top_groups = self.router_groups, self.router_top_groups
+        if not experts:
             dense = {*TransformerConfig.model_fields, "num_experts", "activation"}
             for name in (name for name in WithExperts.model_fields if name not in dense):
                 value, default = map(json.dumps, (getattr(self, name), type(self).model_fields[name].default))
                 if value not in (default, '"none"'):
-                    raise ValueError(f"{name} {value} needs experts; set num_experts, or {name} = {default}")
-            return self
-        if not self.experts_per_token:
-            raise ValueError(f"num_experts {self.num_experts} needs experts_per_token; set it to at least 1")
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}; choose less"
-            )
-        if self.experts_per_token == 1 and self.renormalize:
-            raise ValueError(
-                "experts_per_token 1 with renormalize gives every expert the weight 1, from which the router learns "
-                "nothing; set renormalize to false"
-            )
-        size, rest = divmod(self.num_experts, self.router_groups)
-        if self.router_groups > 1 and (rest or size < 2):
-            raise ValueError(
-                f"router_groups {self.router_groups} must divide num_experts {self.num_experts} in groups of 2 or more"
-            )
-        if self.router_top_groups > self.router_groups or self.experts_per_token > self.router_top_groups * size:
-            raise ValueError(
-                f"router_top_groups {self.router_top_groups} of {self.router_groups} must have experts_per_token "
-                f"({self.experts_per_token}) experts"
-            )
+                    yield f"{name} {value} needs experts; set num_experts, or {name} = {default}"
+            return
+        if not top:
+            yield f"num_experts {experts} needs experts_per_token; set it to at least 1"
+        if top > experts:
+            yield f"experts_per_token {top} is more than num_experts {experts}; choose less"
+        if top == 1 and self.renormalize:
+            reason = "gives every expert the weight 1, from which the router learns nothing"
+            yield f"experts_per_token 1 with renormalize {reason}; set renormalize to false"
+        size, rest = divmod(experts, groups)
+        if groups > 1 and (rest or size < 2):
+            yield f"router_groups {groups} must divide num_experts {experts} in groups of 2 or more"
+        if top_groups > groups or top > top_groups * size:
+            yield f"router_top_groups {top_groups} of {groups} must have experts_per_token ({top}) experts"
         if self.num_dense_layers >= self.num_layers:
-            raise ValueError(
-                f"num_dense_layers {self.num_dense_layers} of num_layers {self.num_layers} leave no layer with "
-                "experts; choose less"
-            )
-        return self
+            layers = f"num_dense_layers {self.num_dense_layers} of num_layers {self.num_layers}"
+            yield f"{layers} leave no layer with experts; choose less"
 
     @property
     def split_widths(self) -> dict[str, int]:

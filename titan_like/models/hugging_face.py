@@ -310,7 +310,7 @@ class Fields:
         value = self.get(field)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        if type(value) is not int or value <= 0:
             self.refuse(field, "which must be a positive whole number")
         return value
 

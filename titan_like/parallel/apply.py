@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, blamed_on
 from titan_like.config.schema import JobConfig
 from titan_like.data.loading.lengths import sample_length
 from titan_like.models.config import TransformerConfig, has_experts
@@ -134,11 +134,8 @@ def build_stage(
     if expert_mesh is not None:
         apply_expert_parallel(module, expert_mesh["ep", "etp"] if layout.expert_tensor > 1 else expert_mesh["ep"])
     if layout.tensor > 1:
-        try:
+        with blamed_on("model.family", config.model.family, after="; correct the family's sharding module"):
             apply_tensor_parallel(module, mesh["tp"], layout.sequence_parallel)
-        except ValueError as error:
-            reason = f"{error}; correct the family's sharding module"
-            raise ConfigError("model.family", config.model.family, reason) from None
     if config.lora.rank:
         freeze(module, dtype)
     if context is not None:

@@ -100,28 +100,29 @@ class DataParallel:
         if self.copies is not None:
             self.copies.refresh()
 
-    def before_backward(self, is_last: bool) -> None:
-        """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one."""
+    def before_backward(self, is_last: bool, is_split: bool = False) -> None:
+        """Set what a microbatch's backward pass will communicate and free. ``is_last``: it is the step's last one.
+
+        If the pass ``is_split``, it defers the weights' gradients, so FSDP2 must not reduce at its end.
+        """
         for all_reduce in self._all_reduces:
             all_reduce.enabled = is_last
         if self.copies is not None:
             self.copies.before_backward(is_last)
-        if summed_in_full(self.model) and isinstance(self.model, FSDPModule):
+        if not isinstance(self.model, FSDPModule):
+            return
+        if summed_in_full(self.model):
             sum_uses_in_full(self.model, "embedding.weight")
-        self._set(is_last=is_last, reduces=is_last or self.zero_stage >= 2, frees=is_last or self.zero_stage == 3)
+        release_reduced(self.model)  # now, because a forward pass has hidden that reduction
+        self.model.set_is_last_backward(is_last)
+        self.model.set_requires_gradient_sync(is_last or (self.zero_stage >= 2 and not is_split))
+        self.model.set_requires_all_reduce(is_last)  # the sum over replicas is needed only once per step
+        self.model.set_reshard_after_backward(is_last or self.zero_stage == 3)
 
     def after_backward(self) -> None:
         """Take up the gradients of one backward pass, or of a part of it."""
         if self.copies is not None:
             self.copies.add_gradients()
-
-    def before_split_backward(self) -> None:
-        """Keep FSDP2 from reducing at the end of a backward pass that defers the weights' gradients."""
-        for all_reduce in self._all_reduces:
-            all_reduce.enabled = False
-        if self.copies is not None:
-            self.copies.before_backward(is_last=False)
-        self._set(is_last=False, reduces=False, frees=self.zero_stage == 3)
 
     def reduce_gradients(self, is_last: bool) -> None:
         """Reduce gradients once the second part of a split backward pass has completed them. ``is_last`` as above."""
@@ -144,14 +145,6 @@ class DataParallel:
         """Keep only the shards, after forward passes that no backward pass follows."""
         for module in sharded_modules(self.model):
             module.reshard()
-
-    def _set(self, is_last: bool, reduces: bool, frees: bool) -> None:
-        if isinstance(self.model, FSDPModule):
-            release_reduced(self.model)  # now, because a forward pass has hidden that reduction
-            self.model.set_is_last_backward(is_last)
-            self.model.set_requires_gradient_sync(reduces)
-            self.model.set_requires_all_reduce(is_last)  # the sum over replicas is needed only once per step
-            self.model.set_reshard_after_backward(frees)
 
 
 def _layer_units(model: Transformer, dtype: torch.dtype, most: int | None) -> list[list[nn.Module]]:

@@ -209,7 +209,7 @@ class GradientAllReduce:
 
     def _start(self, number: int) -> None:
         gradients = [parameter.grad for parameter in self._units[number]]
-        with coalesced(self._group, asynchronous=True) as unit_in_flight:
+        with coalesced(self._group, async_ops=True) as unit_in_flight:
             for gradient in gradients:
                 assert gradient is not None
                 dist.all_reduce(local(gradient), group=self._group)

@@ -107,6 +107,12 @@ class ParallelModel:
         held = [self.copies_of(name) for name in self.tied_stages]
         return [(copy, same[0]) for same in held for copy in same[1:]]
 
+    @torch.no_grad()
+    def update_copies(self) -> None:
+        """Make the copies of weights equal the originals, which alone were loaded."""
+        for copy, original in self.copies():
+            copy.copy_(original)
+
 
 class WholeModel(TimedPasses):
     """Has the interface of `titan_like.parallel.pipeline.Pipeline` and runs one microbatch after the other."""

@@ -96,10 +96,9 @@ class RunningStage(PipelineStage, TimedPasses):
         gradient = None if self.is_last else self._arrived.pop(("B", bwd_chunk_id))
         # With deferred weight gradients this pass must not reduce: gradients are complete only with their products.
         data_parallel, deferred = self.stage.data_parallel, self.stage.weight_gradients
-        if deferred is None:  # a pass that cannot be split runs whole where the schedule asks for its first part
-            data_parallel.before_backward(is_last=self._is_last_backward())
-        else:
-            data_parallel.before_split_backward()
+        # A pass that cannot be split runs whole where the schedule asks for its first part.
+        is_split = deferred is not None
+        data_parallel.before_backward(is_last=not is_split and self._is_last_backward(), is_split=is_split)
         hidden, output = self._in_flight.pop(bwd_chunk_id)
         torch.autograd.backward(output, gradient)
         data_parallel.after_backward()

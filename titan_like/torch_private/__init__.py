@@ -33,9 +33,8 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema` | recording the operators of a run | all |
 | `utils._pytree.tree_leaves` | the tensors in what a module returns | all |
 | `ops.aten._scaled_dot_product_attention_math` | attention in elementary operators | all |
-| `_grouped_mm` | products of experts' rows with their matrices | where `torch.nn.functional` lacks `grouped_mm` |
 | `_scaled_grouped_mm`, `ops.aten._scaled_grouped_mm` | the same in float8, which selective recomputation keeps | all |
-| `ops.aten._grouped_mm` | the same, which selective recomputation keeps | all |
+| `ops.aten._grouped_mm` | products of experts' rows with their matrices, which selective recomputation keeps | all |
 | `_fused_adamw_` | an update without Python work for every parameter | all |
 | `cuda.memory._record_memory_history`, `._dump_snapshot` | snapshots of a GPU's memory | all |
 
@@ -45,8 +44,8 @@ Functions import what they need when they are called: planning must not load wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,15 @@ attention_by_elementary_operators = torch.ops.aten._scaled_dot_product_attention
 # the Euclidean norm of each.
 multiply_all_, copy_all_, norms_of = torch._foreach_mul_, torch._foreach_copy_, torch._foreach_norm
 
+schema_of = attrgetter("_schema")  # of an operator: a `torch.FunctionSchema`
+
+# A context manager that merges the group's collectives issued inside it into one. With ``async_ops``, call `wait` on
+# the object that it yields.
+coalesced = dist._coalescing_manager
+# (mesh, name) → a mesh of one dimension over all ranks of the mesh. All processes of the job call it.
+flattened = DeviceMesh._flatten
+default_store: Any = dist.distributed_c10d._get_default_store  # through which the default process group was set up
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor."""
@@ -97,18 +105,6 @@ def fake_tensor_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def schema_of(operator: Any) -> Any:
-    """An operator's `torch.FunctionSchema`."""
-    return operator._schema
-
-
-def grouped_product(x: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[rows, in] and [groups, in, out] → [rows, out]. ``offsets``: ends of the groups' rows, int32 [groups]."""
-    if hasattr(torch.nn.functional, "grouped_mm"):
-        return torch.nn.functional.grouped_mm(x, matrices, offs=offsets)
-    return torch._grouped_mm(x, matrices, offs=offsets)
 
 
 def grouped_float8_product(
@@ -157,19 +153,6 @@ def fused_adamw_(
     )  # fmt: skip
 
 
-def coalesced(group: dist.ProcessGroup, asynchronous: bool = False) -> AbstractContextManager[Any]:
-    """Merge the group's collectives issued inside this context into one.
-
-    With ``asynchronous``, call `wait` on the object that the context yields.
-    """
-    return dist._coalescing_manager(group, async_ops=asynchronous)
-
-
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh of one dimension, ``name``, over all ranks of ``mesh``. All processes of the job call it."""
-    return mesh._flatten(name)
-
-
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group with torch's name ``name``."""
     group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
@@ -216,11 +199,6 @@ def flash_attention_gradients(
 def _for_each_head(keys: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
     """Keys and values, each repeated for the query heads that share it."""
     return [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in keys]
-
-
-def default_store() -> Any:
-    """The store through which the default process group was set up."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def fake_store() -> dist.Store:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, unreadable
+from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, on_each_rank, unreadable
 from titan_like.checkpoint.step_folders import RunState, read_run_state
 from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.load import edit
@@ -104,13 +105,8 @@ def load_initial_weights(path: str, model: ParallelModel, ignore: Collection[str
         if is_checkpoint(folder):
             agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
             load_checkpoint(folder, model, may_lack=may_lack, base=True)
-        else:
-            reason = None
-            try:
-                read_weights(folder, model, may_lack, ignore)
-            except Exception as error:
-                reason = first_line(error)
-            agree(reason)
+        elif reason := on_each_rank(partial(read_weights, folder, model, may_lack, ignore)):
+            raise RunError(reason)
     except Exception as error:  # a damaged file may raise anything
         raise RunError(f"{path} cannot be loaded ({first_line(error)}); name another {_KEY}") from error
     if dist.get_rank() == 0:

@@ -169,10 +169,9 @@ def _check_batches(config: JobConfig, layout: Layout) -> None:
 
 
 def _check_health(config: JobConfig) -> None:
-    health = config.health
     reason = 'goes back to a checkpoint; set checkpoint.enable to true or use "skip"'
-    rewinds = health.loss_spike_factor and health.loss_spike_action == "rewind"
-    require(config.checkpoint.enable or not rewinds, "health.loss_spike_action", "rewind", reason)
+    is_kept = config.checkpoint.enable or not config.health.rewinds
+    require(is_kept, "health.loss_spike_action", "rewind", reason)
 
 
 def _check_evaluation(config: JobConfig) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from titan_like.checkpoint import checks
 from titan_like.checkpoint.step_folders import checkpoint_folder, hugging_face_folder, newest_in
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, blamed_on, first_line, require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.config.urls import path_of
@@ -134,9 +134,7 @@ def check_folders(config: JobConfig, model: TransformerConfig, make: bool) -> Jo
     load_step, reason = config.checkpoint.load_step, "is only read by a run with checkpoint.enable; leave it out"
     require(config.checkpoint.enable or load_step is None, "checkpoint.load_step", load_step, reason)
     check_export(config, model)
-    folder, state = checkpoint_folder(config), None
-    if resumes and config.lora.rank:
-        state = checks.newest_state(folder, checks.usable_steps(folder, config.checkpoint.load_step))
+    state = checks.saved_state(config) if resumes and config.lora.rank else None
     config = config if state is None else with_base(config, state)
     text = config.checkpoint.initial_load_path
     if text and (newest := newest_in(path_of(text))) != path_of(text):  # of a run, which may have another one soon
@@ -157,10 +155,8 @@ def check_export(config: JobConfig, model: TransformerConfig) -> None:
     require(config.training.dtype != "float64", key, interval, reason)
     reason = "adapters alone are not a model for transformers; set it to 0, and export by scripts/convert.py to-hf"
     require(not config.lora.rank, key, interval, reason)
-    try:
+    with blamed_on(key, interval, RefusedError, after="; set it to 0"):
         family_of(model).to_fields(model)
-    except RefusedError as refusal:
-        raise ConfigError(key, interval, f"{refusal}; set it to 0") from None
     checks.check_writable("checkpoint.folder", hugging_face_folder(config), make=False)
 
 

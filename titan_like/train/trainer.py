@@ -111,7 +111,7 @@ class Trainer:
                     continue
                 record, unread = self.read_step(issued), None
                 self.profiler.end(record)
-                if record.spike and self._rewinds and (left_out := state.rewind(record)) is not None:
+                if record.spike and self.config.health.rewinds and (left_out := state.rewind(record)) is not None:
                     self.log.go_back(record, left_out)
                     continue  # with the samples that come next
                 is_last = state.is_complete or signals.agreed > 0
@@ -272,12 +272,7 @@ class Trainer:
         step, total_steps = self.state.step, self.state.total_steps
         saves, validates = self.state.note_due_saves(), self.validator.is_due(step, total_steps)
         is_looked_at = self.log.is_due(step) or self.profiler.profiles(step)
-        return step == total_steps or saves or validates or is_looked_at or self._rewinds
-
-    @property
-    def _rewinds(self) -> bool:
-        health = self.config.health
-        return health.loss_spike_factor > 0 and health.loss_spike_action == "rewind"
+        return step == total_steps or saves or validates or is_looked_at or self.config.health.rewinds
 
     def _log_step(self, record: StepRecord, is_last: bool = False) -> None:
         """Log a step that has been read. A `RunError` ends the run if too many steps were bad."""

@@ -11,14 +11,20 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titan_like.checkpoint.changes import schedule_of
-from titan_like.checkpoint.checks import newest_state, usable_steps
-from titan_like.checkpoint.loader import CheckpointWeights, agree, model_tensors, optimizer_tensors, resume
+from titan_like.checkpoint.checks import saved_state
+from titan_like.checkpoint.loader import (
+    CheckpointWeights,
+    agree,
+    from_first_rank,
+    model_tensors,
+    optimizer_tensors,
+    resume,
+)
 from titan_like.checkpoint.saver import SaveError, Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings, hugging_face_folder
 from titan_like.config.errors import RunError, first_line
@@ -40,12 +46,6 @@ from titan_like.train.initial_weights import base_state, initial_folder, load_ad
 from titan_like.train.setup import Run
 
 _MOST_REWINDS = 3  # to the same checkpoint
-
-
-def _of_rank_0(value: Any) -> Any:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 class TrainingState:
@@ -77,7 +77,7 @@ class TrainingState:
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
         self.resumed: RunState | None = None  # the checkpoint from which this process resumed
         # The source run may have just saved a newer checkpoint, so rank 0's choice of initial weights counts.
-        self.base, initial = dict[str, str](), _of_rank_0(config.checkpoint.initial_load_path)
+        self.base, initial = dict[str, str](), from_first_rank(config.checkpoint.initial_load_path)
         adapts = config.lora.rank > 0
         if adapts and initial is not None:
             load_initial_weights(initial, model, config.model.ignore_fields)
@@ -115,12 +115,11 @@ class TrainingState:
 
     def _kept_schedule(self) -> Schedule | None:
         """The newest checkpoint's schedule, if the run continues it. The same on all ranks."""
-        config, folder = self.config, self.run.checkpoint_folder
+        config = self.config
         if not config.checkpoint.enable or config.lr_scheduler.resume == "recompute":
             return None
-        is_first = dist.get_rank() == 0
-        newest = newest_state(folder, usable_steps(folder, config.checkpoint.load_step)) if is_first else None
-        return schedule_of(config, _of_rank_0(newest))
+        newest = saved_state(config) if dist.get_rank() == 0 else None
+        return schedule_of(config, from_first_rank(newest))
 
     def _find_end(self) -> None:
         """Work out where the run ends from what it has consumed, whatever batch sizes led here."""

@@ -13,7 +13,9 @@ from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_like.config.errors import ConfigError, require
+import numpy as np
+
+from titan_like.config.errors import blamed_on, require
 from titan_like.config.section import weight_of
 from titan_like.data.batch import Batch
 from titan_like.data.loading.permutation import Permutation
@@ -21,6 +23,8 @@ from titan_like.data.source import UNKNOWN_LENGTH, DataRequest, Source, digest_o
 
 BLOCK = 4096  # samples; in each block every source has its share, to within one sample
 PERIOD = 4096  # blocks after which every source has had exactly its share
+# By block of a period: its number with the three hexadecimal digits in reverse order.
+_REVERSED = np.arange(PERIOD).reshape(16, 16, 16).transpose(2, 1, 0).flatten()
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Blend:
         """
         block, slot = divmod(index, self._slots)
         period, k = divmod(block, PERIOD)
-        offset, place = reversed_digits(k), self._order(block, 0)(slot)
+        offset, place = int(_REVERSED[k]), self._order(block, 0)(slot)
         source = bisect_left(self._ends, (place + 1) * PERIOD - offset) - 1
         begin, end = self._ends[source : source + 2]
         before = self._places(0, end, k) - self._places(0, begin, k)
@@ -129,7 +133,7 @@ class Blend:
     def _block(self, reader: int, block: int) -> list[tuple[int, int]]:
         last, samples = self._enumerated.get(reader, (-1, []))
         if last != block:
-            offset, order = reversed_digits(block % PERIOD), self._order(block, reader)
+            offset, order = int(_REVERSED[block % PERIOD]), self._order(block, reader)
             ends = [(end + offset) // PERIOD for end in self._ends]  # places at which the sources begin and end
             taken, samples = self._before(reader, block), []
             for slot in range(self._slots):
@@ -151,7 +155,7 @@ class Blend:
     def _places(self, reader: int, end: int, k: int) -> int:
         """The reader's places before a source's end, summed over the first ``k`` blocks of a period."""
         whole, part = divmod(end, PERIOD)
-        raised = part if k == PERIOD else count_reversed(k, PERIOD - part)  # blocks in which the end is one place later
+        raised = int(np.count_nonzero(_REVERSED[:k] >= PERIOD - part))  # blocks in which the end is one place later
         places = -(-max(0, whole - reader) // self.num_readers)
         has_edge = whole >= reader and (whole - reader) % self.num_readers == 0
         return k * places + (raised if has_edge else 0)
@@ -167,28 +171,6 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
     for number in by_remainder[: total - sum(shares)]:
         shares[number] += 1
     return shares
-
-
-def reversed_digits(k: int) -> int:
-    """``k``, below 4096, with its three hexadecimal digits in reverse order."""
-    return (k & 15) << 8 | k & 240 | k >> 8
-
-
-def count_reversed(k: int, least: int) -> int:
-    """The number of j < k whose reversed digits are at least ``least``, from 1 to 4096.
-
-    They agree with k in its first digits, have a smaller one next, and any digits after that.
-    """
-    count = 0
-    free = 256  # combinations of the later digits
-    base = 0  # value of the first digits, reversed
-    for digit, worth in ((k >> 8, 1), (k >> 4 & 15, 16), (k & 15, 256)):
-        # In steps of `worth`: the next digit d and the free ones f make base + (16 · f + d) · worth.
-        needed = max(0, -((base - least) // worth))
-        full, edge = divmod(needed, 16)  # f above `full` are enough, and f = `full` with d of at least `edge`
-        count += digit * max(0, free - 1 - full) + (max(0, digit - edge) if full < free else 0)
-        free, base = free // 16, base + digit * worth
-    return count
 
 
 class BlendedSource(Source):
@@ -221,10 +203,8 @@ class BlendedSource(Source):
         self._taken: list[list[int]] = []
         self._draw: list[Callable[[int], int]] = []
         shares = [weights[number] or float(len(sources[number])) for number in present]
-        try:
+        with blamed_on("data.paths", request.section.paths, after="; leave that source out"):
             self.blend = Blend(shares or [1.0], request.seed, num_readers)
-        except ValueError as error:
-            raise ConfigError("data.paths", request.section.paths, f"{error}; leave that source out") from None
 
     def __len__(self) -> int:
         """In training, all sources' samples together; otherwise the samples before the first that would repeat one."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import blamed_on, require
 from titan_like.config.paths import user_file
 from titan_like.data.batch import Batch
 from titan_like.data.objectives.sentence_pairs import ADDED, PairTokens, pair_tokens_of
@@ -116,10 +116,8 @@ class RaceSource(Source):
         tokenizer = tokenizer_of(section, request.vocab_size)
         self._pair_tokens = pair_tokens_of(section.tokenizer, tokenizer, request.vocab_size)
         folder = Path(section.paths[0]) / FOLDERS[request.split]
-        try:
+        with blamed_on("data.paths", str(folder), UnreadableError):
             self._questions = read_questions(folder, tokenizer)
-        except UnreadableError as error:
-            raise ConfigError("data.paths", str(folder), str(error)) from None
 
     def __len__(self) -> int:
         return NUM_OPTIONS * len(self._questions)

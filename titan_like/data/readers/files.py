@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import ConfigError, blamed_on, require
 from titan_like.config.paths import blaming, check_folder, parse_json, unreadable_reason, user_file
 from titan_like.data.readers import raw_text
 from titan_like.data.readers.indexed import prefix_of
@@ -46,10 +46,8 @@ def find_files(
         reason = unreadable_reason(path)
         require(reason is None, key, str(path), f"{reason}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
-        try:
+        with blamed_on(key, str(path), raw_text.UnreadableError):
             is_text = raw_text.kind_of(path, columns) == "text"
-        except raw_text.UnreadableError as error:
-            raise ConfigError(key, str(path), str(error)) from None
         require(not (no_text and is_text), key, str(path), no_text)
     return files
 
@@ -103,7 +101,10 @@ def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: st
         data = {name: raw_text.ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
         chosen = _of_split(folder, key, {name: ending for name, ending in data.items() if ending in endings}, split)
     read = {*chosen, *(f"{prefix_of(name)}.bin" for name in chosen if ".idx" in endings)}
-    _report(str(folder), tuple(chosen), tuple(sorted({*names} - read)))
+    if chosen and (rest := sorted({*names} - read)):
+        shown = [part if len(part) <= _MOST_NAMED else [*part[:_MOST_NAMED], "…"] for part in (chosen, rest)]
+        named, unread = map(", ".join, shown)
+        say(f"{folder}: reads {len(chosen)} of {len(chosen) + len(rest)} files ({named}) and leaves {unread}")
     return [folder / name for name in chosen]
 
 
@@ -192,10 +193,7 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
 
 
 @cache
-def _report(folder: str, chosen: tuple[str, ...], rest: tuple[str, ...]) -> None:
-    """Print once, on the first process, which files of a folder are read and which are not, if any are left."""
-    if chosen and rest and os.environ.get("RANK", "0") == "0":
-        shown = [names if len(names) <= _MOST_NAMED else (*names[:_MOST_NAMED], "…") for names in (chosen, rest)]
-        read, unread = map(", ".join, shown)
-        line = f"{folder}: reads {len(chosen)} of {len(chosen) + len(rest)} files ({read}) and leaves {unread}"
+def say(line: str) -> None:
+    """Print a line once, on the first process."""
+    if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from titan_like.config.errors import ConfigError, RunError
+from titan_like.config.errors import ConfigError, RunError, blamed_on
 from titan_like.config.paths import parse_json
 from titan_like.config.schema import DEFAULT_TOKENS, TokenOptions
 from titan_like.data.chat.records import RECORD_KEYS
@@ -288,12 +288,10 @@ def _pieces(job: Job, progress: Progress) -> Iterator[tuple[int, Piece, float]]:
     start, record = progress.end, progress.record
     cut = partial(find_cut, build_tokenizer(job.tokenizer, job.tokenizer_key, job.token_options))
     for number in range(progress.file, len(job.files)):
-        try:
-            key = job.text_key if job.template is None else RECORD_KEYS
+        key = job.text_key if job.template is None else RECORD_KEYS
+        with blamed_on(job.key, str(job.files[number]), UnreadableError):
             for piece, share in read_pieces(job.files[number], key, start, record, cut):
                 yield number, piece, share
-        except UnreadableError as error:
-            raise ConfigError(job.key, str(job.files[number]), str(error)) from None
         start, record = 0, 1
 
 

@@ -16,7 +16,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 from titan_like.config.entry_points import DATASETS, format_of
-from titan_like.config.errors import ConfigError, first_line, require
+from titan_like.config.errors import ConfigError, blamed_on, first_line, require
 from titan_like.config.paths import check_folder, unreadable_reason
 from titan_like.config.schema import DEFAULT_TOKENS, Data, JobConfig, TokenOptions
 from titan_like.data.readers.fetch import with_small_files
@@ -96,10 +96,8 @@ class HuggingFaceTokenizer:
         self.tokenizer, self._spec, self._key = tokenizer, spec, key
         tokenizer.no_truncation()  # transformers may have stored it with the tokenizer
         tokenizer.no_padding()
-        try:
+        with blamed_on(key, spec):
             special = SpecialTokens(tokenizer, file)
-        except ValueError as error:
-            raise ConfigError(key, self._spec, str(error)) from None
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         with _blamed(self._key, self._spec):
             tokenizer.encode("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -34,13 +35,13 @@ class BertConfig(GPTConfig):
     def _untie(cls, values: dict) -> dict:
         return {"tied_embeddings": False, **values} if values.get("sentence_head") == "choice" else values
 
-    @model_validator(mode="after")
-    def _check_head(self) -> BertConfig:
+    def broken_rules(self) -> Iterator[str]:
+        """As in the base class."""
+        yield from super().broken_rules()
         if self.sentence_head == "choice" and self.tied_embeddings:
-            raise ValueError("sentence_head choice has no output matrix to tie; set tied_embeddings to false")
+            yield "sentence_head choice has no output matrix to tie; set tied_embeddings to false"
         if self.sentence_head != "none" and self.num_token_types < 2:
-            raise ValueError(f"sentence_head {self.sentence_head} needs two token types; set num_token_types to 2")
-        return self
+            yield f"sentence_head {self.sentence_head} needs two token types; set num_token_types to 2"
 
     @property
     def predictions(self) -> tuple[str, ...]:

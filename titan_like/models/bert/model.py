@@ -96,17 +96,13 @@ class Bert(Transformer):
         self.transform: nn.Module = Transform(config)
         self.output_bias = VocabularyBias(config.padded_vocab_size)
         self.sample_loss = SampleLoss(config.sentence_head == "choice")
-        self.first_token: nn.Module = nn.Identity()
-        self.pooler: nn.Module = nn.Identity()
-        self.pair: nn.Module = nn.Identity()
-        self.pooled_dropout: nn.Module = nn.Identity()
-        self.choice: nn.Module = nn.Identity()
-        if config.sentence_head != "none":
-            self.first_token, self.pooler = FirstToken(), nn.Linear(hidden, hidden)
-        if config.sentence_head == "pair":
-            self.pair = nn.Linear(hidden, 2)
-        if config.sentence_head == "choice":
-            self.pooled_dropout, self.choice = nn.Dropout(config.dropout), nn.Linear(hidden, 1)
+        head = config.sentence_head
+        self.first_token = FirstToken() if head != "none" else nn.Identity()
+        self.pooler = nn.Linear(hidden, hidden) if head != "none" else nn.Identity()
+        self.pair = nn.Linear(hidden, 2) if head == "pair" else nn.Identity()
+        self.pooled_dropout = nn.Dropout(config.dropout) if head == "choice" else nn.Identity()
+        self.choice = nn.Linear(hidden, 1) if head == "choice" else nn.Identity()
+        if head == "choice":
             for name in ("transform", "output", "output_bias", "mask_padding", "token_loss"):
                 setattr(self, name, nn.Identity())
         if is_post:  # whose norms bound the residual stream

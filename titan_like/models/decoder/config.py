@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -92,72 +93,60 @@ class DecoderConfig(WithHeadSize, WithExperts):
             filled["kinds"] = {name: rope | kind if isinstance(kind, dict) else kind for name, kind in tables.items()}
         return filled
 
-    @model_validator(mode="after")
-    def _check_rotary(self) -> DecoderConfig:
+    def broken_rules(self) -> Iterator[str]:
+        """As in the base class."""
+        yield from super().broken_rules()
         if self.rotary_size % 2 or not self.rotary_size:
-            raise ValueError(
-                f"head_size {self.head_size} · rotary_fraction {self.rotary_fraction:g} = {self.rotary_size} is odd or "
-                "0, but rotary positions need pairs of dimensions; make it even"
-            )
-        return self
+            size = f"head_size {self.head_size} · rotary_fraction {self.rotary_fraction:g} = {self.rotary_size}"
+            yield f"{size} is odd or 0, but rotary positions need pairs of dimensions; make it even"
+        yield from self._broken_rules_of_latents()
+        yield from self._broken_rules_of_kinds()
+        lengths = {len(factors) for factors in self._factors() if factors}
+        pairs = self.rotary_size // 2
+        if self.num_experts and not self.gated:
+            yield "experts are gated; set gated to true"
+        if self.activation == "clamped_swiglu" and not self.gated:
+            yield "activation clamped_swiglu needs a gated MLP; set gated to true"
+        if self.qk_norm == "all" and self.norm != "rms":
+            yield 'qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"'
+        if lengths - {pairs}:
+            needed = f"a factor for each of the {pairs} pairs of rotated dimensions"
+            yield f"longrope needs {needed}; set as many short_factors and long_factors"
 
-    @model_validator(mode="after")
-    def _check_latent(self) -> DecoderConfig:
+    def _broken_rules_of_latents(self) -> Iterator[str]:
         sizes = {name: getattr(self, f"{name}_head_size") for name in ("nope", "rope", "value")}
         if not self.kv_lora_rank:
             for name in (name for name in ("q_lora_rank", *map("{}_head_size".format, sizes)) if getattr(self, name)):
-                raise ValueError(
-                    f"{name} {getattr(self, name)} needs latent attention; set kv_lora_rank, or {name} = 0"
-                )
-            return self
+                yield f"{name} {getattr(self, name)} needs latent attention; set kv_lora_rank, or {name} = 0"
+            return
         if not all(sizes.values()) or self.head_size != sizes["nope"] + sizes["rope"]:
-            raise ValueError(
-                f"latent attention needs nope_head_size, rope_head_size and value_head_size ({list(sizes.values())}), "
-                f"and the first two make up head_size ({self.head_size}); set them"
-            )
+            needed = f"nope_head_size, rope_head_size and value_head_size ({list(sizes.values())})"
+            yield f"latent attention needs {needed}, and the first two make up head_size ({self.head_size}); set them"
         if sizes["value"] > self.head_size:
-            raise ValueError(f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less")
+            yield f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less"
         fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
         for name in (name for name, value in fixed.items() if getattr(self, name) != value):
-            raise ValueError(f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}")
+            yield f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}"
         if self.attention_bias == "qkv":
-            raise ValueError('latent attention has no attention_bias "qkv"; use "none" or "all"')
-        return self
+            yield 'latent attention has no attention_bias "qkv"; use "none" or "all"'
 
-    @model_validator(mode="after")
-    def _check_kinds(self) -> DecoderConfig:
+    def _broken_rules_of_kinds(self) -> Iterator[str]:
         if unused := self.kinds.keys() - set(self.layer_pattern or [FULL]):
-            raise ValueError(f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out")
+            yield f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out"
         for name in (name for name in self.kind_names if name not in (FULL, *self.kinds)):
-            raise ValueError(f"layer_pattern has the kind {name}; say what it is in kinds.{name}, such as its window")
+            yield f"layer_pattern has the kind {name}; say what it is in kinds.{name}, such as its window"
         for name, kind in self.kinds.items():
             if kind.mixer not in ("", self.softmax_mixer):
                 if kind.mixer in MIXERS:
-                    raise ValueError(f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}')
+                    yield f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}'
                 if kind.window:
-                    raise ValueError(f"kinds.{name}.window {kind.window} is one of attention; leave it out")
+                    yield f"kinds.{name}.window {kind.window} is one of attention; leave it out"
             try:
                 self.mixer_of(name) if kind.mixer or kind.options else None
             except ValidationError as error:
                 field = error.errors()[0]
                 where = ".".join(map(str, ("kinds", name, "options", *field["loc"])))
-                raise ValueError(f"{where}: {field['msg']}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _check_features(self) -> DecoderConfig:
-        lengths = {len(factors) for factors in self._factors() if factors}
-        pairs = self.rotary_size // 2
-        if self.num_experts and not self.gated:
-            raise ValueError("experts are gated; set gated to true")
-        if self.activation == "clamped_swiglu" and not self.gated:
-            raise ValueError("activation clamped_swiglu needs a gated MLP; set gated to true")
-        if self.qk_norm == "all" and self.norm != "rms":
-            raise ValueError('qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"')
-        if lengths - {pairs}:
-            needed = f"a factor for each of the {pairs} pairs of rotated dimensions"
-            raise ValueError(f"longrope needs {needed}; set as many short_factors and long_factors")
-        return self
+                yield f"{where}: {field['msg']}"
 
     @property
     def rotary_size(self) -> int:

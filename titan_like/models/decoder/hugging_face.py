@@ -74,16 +74,13 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
             raise RefusedError(
                 f"no class of transformers has the mixer {kind.mixer}; write the family's hugging_face.py"
             )
-    nearest: tuple[int, str] | None = None
+    lacking: dict[str, list[str]] = {}
     for row in sorted(CLASSES, key=lambda row: model_type not in row.model_types):
-        lacking = _lacks(config, row)
-        if not lacking:
+        lacking[row.name] = _lacks(config, row)
+        if not lacking[row.name]:
             return ClassOf(row)
-        if nearest is None or len(lacking) < nearest[0]:
-            value = getattr(config, lacking[0])
-            nearest = len(lacking), f"the model has {lacking[0]} = {value}, which {row.name} cannot represent"
-    assert nearest is not None
-    raise RefusedError(nearest[1])
+    nearest, (field, *_) = min(lacking.items(), key=lambda item: len(item[1]))
+    raise RefusedError(f"the model has {field} = {getattr(config, field)}, which {nearest} cannot represent")
 
 
 def _lacks(config: DecoderConfig, row: Class) -> list[str]:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_like.models.layers.mlp import GATED_ACTIVATIONS, GatedMLP
-from titan_like.torch_private import grouped_product
 
 if TYPE_CHECKING:
     from titan_like.models.config import WithExperts
@@ -53,12 +52,9 @@ class Router(nn.Module):
         self.logit_bias = nn.Parameter(torch.empty(experts)) if config.router_bias else None
         self.register_buffer("load", torch.empty(experts))
         self.register_buffer("bias", torch.empty(experts) if config.balance == "bias" else None)
-        for name, value in (
-            ("counts", torch.empty(experts, dtype=torch.int64)),
-            ("loss_sums", torch.empty(2)),
-            ("loss_factor", torch.empty(())),
-        ):
-            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("counts", torch.empty(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("loss_sums", torch.empty(2), persistent=False)
+        self.register_buffer("loss_factor", torch.empty(()), persistent=False)
         self.reset()
 
     def reset(self) -> None:
@@ -219,7 +215,7 @@ class ExpertLinear(nn.Module):
         if self.float8 is not None:
             result = self.float8.linear(x, self.matrices(), offsets)
         elif self.is_one_product(x.dtype):
-            result = grouped_product(x, self.matrices().transpose(1, 2), by_expert)
+            result = F.grouped_mm(x, self.matrices().transpose(1, 2), offs=by_expert)
         else:
             result = expert_product(x, self.matrices(), by_expert)
         return result if self.bias is None else result + self.bias_rows(result, by_expert)
@@ -232,7 +228,7 @@ class ExpertLinear(nn.Module):
         biases = self.biases()  # [E, out]
         if result.dtype == torch.bfloat16 and biases.shape[1] % 8 == 0:
             ones = result.new_ones(len(result), 8)
-            rows = grouped_product(ones, F.pad(biases[:, None], (0, 0, 0, 7)), offsets.to(result.device))
+            rows = F.grouped_mm(ones, F.pad(biases[:, None], (0, 0, 0, 7)), offs=offsets.to(result.device))
         else:
             rows = expert_product(result.new_ones(len(result), 1), biases[:, :, None], offsets)
         return F.pad(rows, (self.first_bias, result.shape[1] - rows.shape[1] - self.first_bias))

@@ -63,11 +63,9 @@ class LatentAttention(nn.Module):
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias == "all"
         self.latent_sizes = config.kv_lora_rank, config.rope_head_size  # rope: of the key that all heads share
-        self.q_a: nn.Module = nn.Identity()
-        self.q_norm: nn.Module = nn.Identity()
-        if config.q_lora_rank:
-            self.q_a = nn.Linear(hidden, config.q_lora_rank, bias=bias)
-            self.q_norm = nn.RMSNorm(config.q_lora_rank, LATENT_EPS)
+        has_latent = config.q_lora_rank > 0
+        self.q_a = nn.Linear(hidden, config.q_lora_rank, bias=bias) if has_latent else nn.Identity()
+        self.q_norm = nn.RMSNorm(config.q_lora_rank, LATENT_EPS) if has_latent else nn.Identity()
         self.kv_a = nn.Linear(hidden, sum(self.latent_sizes), bias=bias)
         self.kv_norm = nn.RMSNorm(config.kv_lora_rank, LATENT_EPS)
         self.heads = LatentHeads(config, core)

@@ -23,16 +23,6 @@ class GeluMLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """The square of relu, elementwise (arXiv 2109.08668)."""
-    return F.relu(x).square()
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation, elementwise."""
-    return F.gelu(x, approximate="tanh")
-
-
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """GPT-OSS's: gate · σ(1.702 · gate) · (up + 1), elementwise, of gate up to 7 and up from -7 to 7."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
@@ -45,9 +35,9 @@ _OfTwo = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ACTIVATIONS: dict[str, _OfOne] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "relu2": relu2,
+    "relu2": lambda x: F.relu(x).square(),  # arXiv 2109.08668
 }
 """Elementwise functions, by name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,25 +12,22 @@ Norm = nn.RMSNorm | nn.LayerNorm
 
 
 class OffsetNorm:
-    """Marks a norm that multiplies by 1 + weight."""
+    """Base of norms that multiply by 1 + weight."""
 
     initial_vector = 0.0  # what the weight begins as
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result have the same shape and dtype."""
+        norm: Any = self
+        return normalise(norm, x, norm.weight, getattr(norm, "bias", None))
 
 
 class OffsetRMSNorm(OffsetNorm, nn.RMSNorm):
     """RMSNorm (arXiv 1910.07467) times 1 + weight."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x and the result have the same shape and dtype."""
-        return normalise(self, x, self.weight)
-
 
 class OffsetLayerNorm(OffsetNorm, nn.LayerNorm):
     """LayerNorm (arXiv 1607.06450) times 1 + weight, plus a bias."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x and the result have the same shape and dtype."""
-        return normalise(self, x, self.weight, self.bias)
 
 
 def make_norm(width: int, eps: float, kind: Literal["rms", "layer"] = "rms", offset: bool = False) -> Norm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -43,20 +44,16 @@ class T5Config(WithHeadSize):
             filled["num_decoder_layers"] = layers // 2 if isinstance(layers, int) else 0
         return filled
 
-    @model_validator(mode="after")
-    def _check_stacks(self) -> T5Config:
-        half = self.num_position_buckets // 2
+    def broken_rules(self) -> Iterator[str]:
+        """As in the base class."""
+        yield from super().broken_rules()
+        buckets, half = self.num_position_buckets, self.num_position_buckets // 2
         if self.max_position_distance <= half:
-            raise ValueError(
-                f"max_position_distance {self.max_position_distance} is within the first {half} distances, which have "
-                f"one of the {self.num_position_buckets} num_position_buckets each; choose at least {half + 1}"
-            )
+            reason = f"is within the first {half} distances, which have one of the {buckets} num_position_buckets each"
+            yield f"max_position_distance {self.max_position_distance} {reason}; choose at least {half + 1}"
         if not 0 < self.num_decoder_layers < self.num_layers:
-            raise ValueError(
-                f"num_decoder_layers {self.num_decoder_layers} of num_layers {self.num_layers} leave a stack without "
-                "layers; choose a smaller number of at least 1"
-            )
-        return self
+            layers = f"num_decoder_layers {self.num_decoder_layers} of num_layers {self.num_layers}"
+            yield f"{layers} leave a stack without layers; choose a smaller number of at least 1"
 
     @property
     def num_encoder_layers(self) -> int:
