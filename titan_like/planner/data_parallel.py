@@ -155,8 +155,8 @@ class Sharding(NamedTuple):
     replicate: int
 
 
-def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Sharding:
-    """A run's sharding. ``reduce_bytes``: of an element in `training.reduce_dtype`."""
+def sharding_of(work: Workload) -> Sharding:
+    """A run's sharding."""
     sizes = {name: size for name, (size, _) in shard_groups(work).items()}
     holders = {name: work.replicate * size for name, size in sizes.items()}
     # Other processes may hold the experts than hold the rest of a layer.
@@ -175,7 +175,7 @@ def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Shardin
         replicated=work.replicate > 1,
         single=tuple([name for name, size in shards.items() if size == 1]),
         compute=compute,
-        reduce=reduce_bytes if in_half else master,
+        reduce=BYTES[work.reduce_dtype] if in_half else master,
         master=master,
     )
     return Sharding(rules, holders, shards, work.replicate)

@@ -42,7 +42,7 @@ from titan_like.planner.stages import stages_of
 from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
-from titan_like.planner.workload import BYTES, Workload, workload_of
+from titan_like.planner.workload import Workload, workload_of
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import check_folders
@@ -161,9 +161,9 @@ def dry_run(config: JobConfig) -> DryRun:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
     # What it does in a step. float64 is computed as it is, while forecasts of time take it for float32.
     work = workload_of(config, model, layout)._replace(dtype=training.dtype)
-    pipeline_rank, reduce_bytes, rules = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work).rules
+    pipeline_rank, rules = coordinates["pp"][0], sharding_of(work).rules
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
-    traffic = step_traffic(work, Coordinates(pipeline_rank, shards), reduce_bytes)
+    traffic = step_traffic(work, Coordinates(pipeline_rank, shards))
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
     groups |= {"expert_dp": layout.replicate * layout.expert_shards, HOST: 1}
     # Rules of other packages are taken to send nothing.
@@ -171,7 +171,7 @@ def dry_run(config: JobConfig) -> DryRun:
         group = "_".join(names)
         traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
         groups[group] = prod(coordinates[name][1] for name in names)
-    moments, adapters = rank_moments(work, pipeline_rank, reduce_bytes), adapter_parameters(model, config.lora)
+    moments, adapters = rank_moments(work, pipeline_rank), adapter_parameters(model, config.lora)
     steps, samples = (total_steps(training), total_samples(training)) if has_length else (0, 0)
     return DryRun(
         family=config.model.family,

@@ -75,8 +75,7 @@ def usable_bytes(device: Device) -> float:
 
 def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
-    memories = (rank_memory(work, rank, profile.gradient_bytes) for rank in range(work.pipeline))
-    ranks = tuple(with_overhead(profile, *parts) for parts in memories)
+    ranks = tuple(with_overhead(profile, *rank_memory(work, rank)) for rank in range(work.pipeline))
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
@@ -87,8 +86,7 @@ def largest_memory(work: Workload, profile: Profile, limit: float = math.inf, me
     """
     largest = 0.0
     for rank in candidates(work):
-        parts = rank_memory(work, rank, profile.gradient_bytes, messages)
-        largest = max(largest, with_overhead(profile, *parts).total)
+        largest = max(largest, with_overhead(profile, *rank_memory(work, rank, messages)).total)
         if largest > limit:
             break
     return largest
@@ -107,19 +105,14 @@ def candidates(work: Workload) -> Sequence[int]:
     return pipeline_of(work).may_be_fullest
 
 
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
-    """The fullest moment of a step on one pipeline rank; arguments as for `rank_moments`."""
-    return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
+def rank_memory(work: Workload, rank: int, messages: bool = True) -> StepMemory:
+    """The fullest moment of a step on one pipeline rank; ``messages`` as for `occupancy`."""
+    return max(rank_moments(work, rank, messages), key=lambda moment: moment.total)
 
 
-def rank_moments(
-    work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True
-) -> tuple[StepMemory, StepMemory]:
-    """The fullest moments of a step's forward and backward passes and of its update, on one pipeline rank.
-
-    ``reduce_bytes``: of an element in `training.reduce_dtype`. ``messages`` as for `occupancy`.
-    """
-    sharding = sharding_of(work, reduce_bytes)
+def rank_moments(work: Workload, rank: int, messages: bool = True) -> tuple[StepMemory, StepMemory]:
+    """The fullest moments of a step's passes and of its update, on one pipeline rank; ``messages`` as above."""
+    sharding = sharding_of(work)
     rules, shards = sharding.rules, tuple(sharding.shards.items())
     occupied = occupancy(work.pipeline_schedule, rank, work.splits_backward, messages)
     programs = stages_of_rank(work, rank)

@@ -41,12 +41,9 @@ class Coordinates(NamedTuple):
     shards: Mapping[str, int] = MappingProxyType({})  # by mesh dimension over which ZeRO shards; 0 if left out
 
 
-def step_traffic(work: Workload, coordinates: Coordinates, reduce_bytes: int = 4) -> dict[Message, Amount]:
-    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism.
-
-    ``reduce_bytes``: of an element in `training.reduce_dtype`.
-    """
-    stages, sharding = stages_of_rank(work, coordinates.pipeline), sharding_of(work, reduce_bytes)
+def step_traffic(work: Workload, coordinates: Coordinates) -> dict[Message, Amount]:
+    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism."""
+    stages, sharding = stages_of_rank(work, coordinates.pipeline), sharding_of(work)
     steps = steps_as_run(work.pipeline_schedule, coordinates.pipeline, work.splits_backward)
     calls: Counter[Message] = Counter()
     sizes: Counter[Message] = Counter()
