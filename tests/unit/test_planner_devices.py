@@ -11,9 +11,10 @@ from tests.distributed.launch import base_config
 from titan_like.config import ConfigError
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, check_profile, step_forecast
+from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, step_forecast
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile, profile_to_toml
+from titan_like.planner.stack import named_profile
 from titan_like.planner.stages import stages_of
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
@@ -187,7 +188,7 @@ def test_training_prints_the_line_once(tmp_path, capfd):
 def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
     config = base_config(tmp_path, {"cluster.profile": "nobody.toml"})
     with pytest.raises(ConfigError, match=r'cluster.profile = "nobody.toml": no such profile'):
-        check_profile(config)
+        named_profile(config)
 
 
 @pytest.mark.parametrize(

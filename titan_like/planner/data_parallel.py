@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from titan_like.parallel.split import GRADIENT_UNIT_BYTES
 from titan_like.planner.stages import StageProgram, Unit
-from titan_like.planner.trace.program import Segment
+from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import BYTES, Workload, element_bytes
 
 
@@ -191,6 +191,12 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
     """Rows of a parameter on one of ``shards`` processes, as `torch.chunk` divides them."""
     largest = -(-rows // shards)
     return max(0, min(largest, rows - rank * largest))
+
+
+def shard_elements(parameter: Parameter, shards: int, rank: int = 0) -> int:
+    """Elements of a parameter on one of ``shards`` processes."""
+    rows, *_ = parameter.shape
+    return parameter.elements // rows * shard_rows(rows, shards, rank)
 
 
 def communication(

@@ -36,8 +36,8 @@ from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_fligh
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.data_parallel import sharding_of
-from titan_like.planner.forecast import check_profile
 from titan_like.planner.memory import StepMemory, rank_moments
+from titan_like.planner.stack import named_profile
 from titan_like.planner.stages import stages_of
 from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
@@ -134,7 +134,7 @@ def dry_run(config: JobConfig) -> DryRun:
     # Every check that a real run makes before it starts.
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
     config = with_chosen_layout(config, world_size)
-    check_profile(config)
+    named_profile(config)  # refuses one that cannot be read
     settings = resolve_settings(config, world_size)
     model, layout = settings.model, settings.layout
     training, gpu, gpus = config.training, config.cluster.gpu, config.cluster.gpus_per_node

@@ -9,25 +9,15 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit
-from titan_like.config.schema import JobConfig
 from titan_like.metrics.hardware import device_name
 from titan_like.metrics.record import StepRecord
 from titan_like.planner.predict import Forecast, predict_layout
-from titan_like.planner.profile import load_profile
+from titan_like.planner.stack import named_profile
 from titan_like.train.environment import environment_number
 from titan_like.train.setup import Run
 
 WARM_UP, MEASURED = 3, 5  # steps left out at the start, while buffers and code are made, and steps counted then
 MEMORY_BAND = 0.1  # of the measured memory; nine in ten measured runs should lie within it
-
-
-def check_profile(config: JobConfig) -> None:
-    """Refuse a `cluster.profile` that cannot be read.
-
-    Raises a `ConfigError` if there is no such profile, or it is not valid.
-    """
-    if config.cluster.profile is not None:
-        load_profile(config.cluster.profile, "cluster.profile")
 
 
 def step_forecast(run: Run) -> Callable[[StepRecord], str | None] | None:
@@ -78,7 +68,7 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     Raises a `ConfigError` if the GPU is unknown, the profile is not for this machine, or products are in float8.
     """
     config, on_gpu = run.config, run.device.type == "cuda"
-    profile = load_profile(config.cluster.profile, "cluster.profile") if config.cluster.profile else None
+    profile = named_profile(config)
     if not on_gpu and (profile is None or not profile.device.is_cpu):
         return None
     if config.float8.enable:

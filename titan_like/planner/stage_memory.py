@@ -263,15 +263,8 @@ def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) 
 
 def _fullest(moments: Iterable[tuple[int, int, int, int]]) -> list[Usage]:
     """The moments that no other moment matches or exceeds in both bytes and reduced elements."""
-    largest: dict[int, tuple[int, tuple[int, int, int, int]]] = {}  # by reduced elements
-    for moment in moments:
-        activations, gradients, gathered, reduced = moment
-        total, best = activations + gradients + gathered, largest.get(reduced)
-        if best is None or total > best[0]:
-            largest[reduced] = total, moment
-    usages, most_reduced = list[Usage](), -1
-    for _, moment in sorted(largest.values(), reverse=True):
-        if moment[3] > most_reduced:
-            most_reduced = moment[3]
-            usages.append(Usage(*moment))
+    usages = list[Usage]()
+    for usage in sorted(map(Usage._make, moments), key=lambda usage: sum(usage[:3]), reverse=True):
+        if not usages or usage.reduced > usages[-1].reduced:
+            usages.append(usage)
     return usages

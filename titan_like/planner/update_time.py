@@ -9,7 +9,7 @@ from math import prod
 
 from titan_like.optim.update_work import ADAMW_WORK, MatrixParts, UpdateWork
 from titan_like.planner.cost import gemm_time
-from titan_like.planner.data_parallel import shard_groups, shard_rows
+from titan_like.planner.data_parallel import shard_elements, shard_groups
 from titan_like.planner.profile import Profile
 from titan_like.planner.stages import StageProgram
 from titan_like.planner.trace import TraceKey, trace
@@ -67,7 +67,7 @@ def update_workspace(
     most, sizes = 0.0, dict(shards)
     for segment, is_layer, _ in (counts for stage in stages for counts in stage.counts):
         element = update.matrix_workspace if is_layer and update.exchange is None else update.workspace
-        most = max([most, *(element * _local(p.shape, sizes[p.sharers]) for p in segment.parameters)])
+        most = max([most, *(element * shard_elements(p, sizes[p.sharers]) for p in segment.parameters)])
     if update.exchange is None:
         return round(most)
     wholes = {parameter.name: parameter for layer in trace(unsplit).layers for parameter in layer.parameters}
@@ -77,11 +77,7 @@ def update_workspace(
         whole, size = wholes[part.name], sizes[part.sharers]
         shape, cut = (whole.shape[0] // whole.matrices, whole.shape[1]), size if part.matrices % size else 1
         split = prod(shape) * part.matrices // part.elements
-        parts = MatrixParts(shape, part.matrices * cut // size, _local(part.shape, size))
+        parts = MatrixParts(shape, part.matrices * cut // size, shard_elements(part, size))
         sets[part.sharers, split, cut].append(parts)
     exchanged = (update.exchange.workspace(update, parts, split * cut) for (_, split, cut), parts in sets.items())
     return round(max([most, *exchanged]))
-
-
-def _local(shape: tuple[int, ...], shards: int) -> int:
-    return prod((shard_rows(shape[0], shards), *shape[1:]))
