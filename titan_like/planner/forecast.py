@@ -33,11 +33,10 @@ class StepForecast:
         self._left, self._seconds = WARM_UP, list[float]()
         self._batch_size = run.config.training.global_batch_size
         self._forecast = self._predict()
-        self._done = False
 
     def add(self, record: StepRecord) -> str | None:
         """Record a step. After the last step that counts, return the line to print."""
-        if self._done:
+        if len(self._seconds) == MEASURED:  # it has been printed
             return None
         if record.global_batch_size != self._batch_size:  # the batch grew: begin again
             self._batch_size, self._seconds = record.global_batch_size, []
@@ -48,11 +47,10 @@ class StepForecast:
         self._seconds.append(record.step_time_s)
         if len(self._seconds) < MEASURED:
             return None
-        self._done, forecast = True, self._forecast
-        if not isinstance(forecast, Forecast):
-            return forecast
-        on_gpu = self._run.device.type == "cuda"
-        return describe(forecast, on_gpu, record.step, statistics.median(self._seconds), record.peak_memory_bytes)
+        if not isinstance(self._forecast, Forecast):
+            return self._forecast
+        measured = statistics.median(self._seconds), record.peak_memory_bytes
+        return describe(self._forecast, self._run.device.type == "cuda", record.step, *measured)
 
     def _predict(self) -> Forecast | str | None:
         """The forecast, a sentence that says why there is none, or None if no forecast was asked for."""

@@ -54,6 +54,7 @@ Split = tuple[int, int, int]
 """ZeRO stage, replicas and shards."""
 
 SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
+MODES = ("none", "experts", "selective", "full")  # of recomputation
 _EVERY = (1, 2, 4)  # recompute every n-th layer
 
 
@@ -83,10 +84,9 @@ class Space:
         )
         self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._splits: dict[tuple[int, int, int], list[Split]] = {}
-        # Degrees of expert parallelism and kinds of recomputation; models without experts have fewer.
-        self._experts, self._modes = [1], ["none", "selective", "full"]
-        if number := getattr(model, "num_experts", 0):
-            self._experts, self._modes = divisors(number), ["none", "experts", "selective", "full"]
+        experts = getattr(model, "num_experts", 0)
+        self._experts = divisors(experts) if experts else [1]
+        self._modes = [mode for mode in MODES if experts or mode != "experts"]
         self._stage_layers = cache(lambda stages: tuple(layers_per_stage(self.config, model, stages)))
         self.refusals: list[ConfigError] = []
 

@@ -55,7 +55,7 @@ def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
 
 
 def named_profile(config: JobConfig) -> Profile | None:
-    """The profile that `cluster.profile` names. Raises a `ConfigError` if there is none of that name or it is invalid."""
+    """The profile that `cluster.profile` names. Raises a `ConfigError` if there is none, or it is invalid."""
     name = config.cluster.profile
     return None if name is None else load_profile(name, "cluster.profile")
 
