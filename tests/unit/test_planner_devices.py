@@ -15,7 +15,7 @@ from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, step_fo
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile, profile_to_toml
 from titan_like.planner.stack import named_profile
-from titan_like.planner.stages import stages_of
+from titan_like.planner.stages import pipeline_program
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -104,7 +104,7 @@ def test_cpu_starts_operators_and_computes_one_after_the_other(tmp_path):
     cpu = load_profile(write(tmp_path, SLOW_CPU))
     slower = cpu.changed(operator_time=cpu.operator_time + 1e-4)
     found = predict(config, cpu)
-    segments = stages_of(found.work)[0].counts  # of the one stage, in each of 4 microbatches
+    segments = pipeline_program(found.work).stages[0].counts  # of the one stage, in each of 4 microbatches
     launches = sum(count * one.launches for segment, _, count in segments for one in segment.passes)
     assert predict(config, slower).time.total - found.time.total == pytest.approx(4 * launches * 1e-4)
 

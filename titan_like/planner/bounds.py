@@ -11,7 +11,7 @@ from itertools import accumulate
 from titan_like.planner.cost import EXPERTS, MESSAGES, Groups, Kernels, attention_time, collective_time, gemm_rate
 from titan_like.planner.data_parallel import gathers_every_pass, reduces_every_pass
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import Source, stages_of
+from titan_like.planner.stages import Source, pipeline_program
 from titan_like.planner.step_time import Steps, added_up, steps_of
 from titan_like.planner.trace import estimate, trace
 from titan_like.planner.trace.program import Segment
@@ -54,7 +54,7 @@ def _of_one_sample(group: Workload, profile: Profile) -> tuple[float, float]:
     probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
     if probe not in profile.seconds:
         seconds, kept, kernels = 0.0, 0.0, Kernels(probe.dtype, probe.compiled)
-        for stage in stages_of(probe, estimate):
+        for stage in pipeline_program(probe, estimate).stages:
             kept += sum(segment.kept for segment in stage.layers)
             for segment, is_layer, count in stage.counts:
                 seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, profile)
@@ -88,7 +88,7 @@ def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Ker
 def least_step_seconds(work: Workload, profile: Profile, passes_alone: bool = False, source: Source = trace) -> float:
     """A lower bound on the total of `step_time`, which takes a fraction of its time.
 
-    ``passes_alone``: without what follows the passes. ``source`` as in `stages_of`.
+    ``passes_alone``: without what follows the passes. ``source`` as in `pipeline_program`.
     """
     steps = steps_of(work, profile, source)
     if passes_alone:

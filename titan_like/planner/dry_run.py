@@ -38,7 +38,7 @@ from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.data_parallel import sharding_of
 from titan_like.planner.memory import StepMemory, rank_moments
 from titan_like.planner.stack import named_profile
-from titan_like.planner.stages import stages_of
+from titan_like.planner.stages import pipeline_program
 from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
@@ -223,7 +223,9 @@ def schedule_of(work: Workload, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
     schedule = work.pipeline_schedule
     table = schedule.table
-    passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages_of(work))
+    passes = (
+        zip(*(segment.passes for segment in stage.segments), strict=True) for stage in pipeline_program(work).stages
+    )
     flops = [[sum(pass_.flops for pass_ in segments) for segments in of_stage] for of_stage in passes]
     parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
 

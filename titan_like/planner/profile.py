@@ -253,10 +253,8 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
 def builtin_profiles() -> dict[str, Profile]:
     """The shipped profiles by name."""
     folder = resources.files("titan_like.planner").joinpath("profiles")
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {
-        file.name[:-5]: profile_from(file.name[:-5], tomli.loads(file.read_text(encoding="utf-8"))) for file in files
-    }
+    files = {Path(file.name).stem: file for file in folder.iterdir() if file.name.endswith(".toml")}
+    return {name: profile_from(name, tomli.loads(files[name].read_text(encoding="utf-8"))) for name in sorted(files)}
 
 
 def profile_from(name: str, table: dict[str, Any]) -> Profile:
