@@ -102,9 +102,9 @@ class StepRecorder(Recorder):
         inside = {s for n, group in enumerate(self._fused) for s in group.writes if self._used_in[s] == {n}}
         sources = {number: source for number, source in self._sources.items() if number not in self._resized}
         storages = Storages(sources, self._needed, inside, self._views)
-        compiled = events_as_compiled(self.events, self.compiled_layers, storages, self._offloaded)
+        events, _ = events_as_compiled(self.events, self.compiled_layers, storages, self._offloaded)
         level, most, is_after = 0, [0, 0], False
-        for event in compiled.events:
+        for event in events:
             if event.storage == 0 and event.segment == _SUMS:
                 is_after, most[1] = True, level
             level += event.bytes

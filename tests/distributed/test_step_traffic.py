@@ -23,7 +23,7 @@ from titan_like.parallel.data import DataParallelGroup
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import StepMemory, rank_memory
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
-from titan_like.planner.workload import BYTES, workload_of
+from titan_like.planner.workload import workload_of
 from titan_like.train.trainer import Trainer
 from titan_like.verify.watch import steps_alone
 
@@ -208,10 +208,9 @@ def planned(case: Case, rank: int, folder: Path) -> tuple[dict[Message, Amount],
     pipeline_rank, shard = rest // layout.weight_ranks, rest % layout.weight_shards
     inside = layout.expert * layout.expert_tensor
     shards = {"dp_shard": shard, "expert_shard": (shard * layout.tensor + tensor_rank) // inside}
-    work, reduce_bytes = workload_of(config, model, layout), BYTES[config.training.reduce_dtype]
+    work = workload_of(config, model, layout)
     with case.layer_units(), fresh_stages(folder):
-        traffic = step_traffic(work, Coordinates(pipeline_rank, shards), reduce_bytes)
-        return traffic, rank_memory(work, pipeline_rank, reduce_bytes)
+        return step_traffic(work, Coordinates(pipeline_rank, shards)), rank_memory(work, pipeline_rank)
 
 
 @pytest.mark.parametrize(

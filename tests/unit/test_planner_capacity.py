@@ -59,12 +59,14 @@ def test_the_largest_model_fits_and_a_larger_one_does_not(flavor):
     config = run(flavor)
     found = largest_model(config, None, 1, PLAIN, quiet)
     usable = (1 - MEMORY_MARGIN) * 32 * 2**30
-    assert found.forecast.memory.largest <= usable
-    assert 0.6 * usable < 16 * found.model.num_parameters() / 2 < usable
-    assert 64 <= found.model.head_dim <= 128
-    work = found.forecast.work
+    assert found.memory.largest <= usable
+    assert 0.6 * usable < 16 * found.work.model.num_parameters() / 2 < usable
+    assert 64 <= found.work.model.head_dim <= 128
+    work = found.work
     assert (work.tensor, work.pipeline, work.shard) == (1, 1, 2)
-    wider = found.config.model.overrides | {"num_layers": round(1.1 * found.model.num_layers) + 1}
+    names = ("hidden_size", "num_attention_heads", "num_layers")
+    wider = {name: getattr(found.work.model, name) for name in names}
+    wider["num_layers"] = round(1.1 * wider["num_layers"]) + 1
     larger = run(flavor, *(f"--model.overrides.{name}={value}" for name, value in wider.items()))
     assert not fits(larger, None, 2, PLAIN)
 
@@ -75,9 +77,9 @@ def test_what_is_fixed_stays_and_the_largest_model_is_then_smaller():
     free, found = (
         largest_model(run("gpt3_2.7b", *more), None, 1, keys, quiet) for more, keys in (([], PLAIN), (words, fixed))
     )
-    work = found.forecast.work
+    work = found.work
     assert (work.zero_stage, work.micro_batch_size, work.recompute) == (1, 2, "none")
-    assert found.model.num_parameters() < 0.8 * free.model.num_parameters()
+    assert found.work.model.num_parameters() < 0.8 * free.work.model.num_parameters()
 
 
 def test_nothing_fits_where_the_software_takes_all_memory():
@@ -89,9 +91,9 @@ def test_nothing_fits_where_the_software_takes_all_memory():
 def test_fewest_nodes_are_the_first_that_do():
     config = run("gpt3_6.7b")
     found = fewest_nodes(config, None, PLAIN, quiet)
-    assert found.forecast.memory.fits
-    assert not fits(config, None, 2 * (found.nodes - 1), PLAIN)
-    assert found.model == model_config(config.model)
+    assert found.memory.fits
+    assert not fits(config, None, found.work.num_gpus - 2, PLAIN)
+    assert found.work.model == model_config(config.model)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.planner_cases import flavor
 from titan_like.planner.data_parallel import communication, sharding_of
-from titan_like.planner.stages import stages_of
+from titan_like.planner.stages import pipeline_program
 from titan_like.planner.workload import Workload
 
 MODEL = flavor("gpt", "debug", num_layers=3)
@@ -30,7 +30,7 @@ def test_gathers_and_reductions_of_a_step(
     zero: int, replicas: int, passes: str, gathered: list[str | int], reduced: list[str]
 ) -> None:
     work = Workload(MODEL, 64, 1, 8, shard=1 if zero == 0 else 2, replicate=replicas, zero_stage=zero)
-    (stage,) = stages_of(work)
+    (stage,) = pipeline_program(work).stages
     expected = {"all": [*stage.units], "layers": [unit for unit in stage.units if unit.name], 0: [], "": []}
     expected["matrices"] = [unit.matrices for unit in stage.units]
     found = [*communication(stage, passes, sharding_of(work))]

@@ -11,10 +11,11 @@ from tests.distributed.launch import base_config
 from titan_like.config import ConfigError
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, check_profile, step_forecast
+from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, step_forecast
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile, profile_to_toml
-from titan_like.planner.stages import stages_of
+from titan_like.planner.stack import named_profile
+from titan_like.planner.stages import pipeline_program
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
@@ -103,7 +104,7 @@ def test_cpu_starts_operators_and_computes_one_after_the_other(tmp_path):
     cpu = load_profile(write(tmp_path, SLOW_CPU))
     slower = cpu.changed(operator_time=cpu.operator_time + 1e-4)
     found = predict(config, cpu)
-    segments = stages_of(found.work)[0].counts  # of the one stage, in each of 4 microbatches
+    segments = pipeline_program(found.work).stages[0].counts  # of the one stage, in each of 4 microbatches
     launches = sum(count * one.launches for segment, _, count in segments for one in segment.passes)
     assert predict(config, slower).time.total - found.time.total == pytest.approx(4 * launches * 1e-4)
 
@@ -187,7 +188,7 @@ def test_training_prints_the_line_once(tmp_path, capfd):
 def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
     config = base_config(tmp_path, {"cluster.profile": "nobody.toml"})
     with pytest.raises(ConfigError, match=r'cluster.profile = "nobody.toml": no such profile'):
-        check_profile(config)
+        named_profile(config)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The planner's time of an update follows what the optimizer does."""
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,8 +15,9 @@ from tests.unit.planner_cases import flavor
 from titan_like.config.entry_points import RULES
 from titan_like.config.schema import Optimizer
 from titan_like.optim.optimizer import Gradients, build_optimizer, update
-from titan_like.optim.update_work import ADAMW_WORK, UpdateWork, _update_work, update_work
+from titan_like.optim.update_work import ADAMW_WORK, Exchange, UpdateWork, _update_work, update_work
 from titan_like.planner.cost import gemm_time
+from titan_like.planner.memory import rank_moments
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
@@ -152,6 +154,27 @@ def test_an_optimizer_of_another_package_is_counted(monkeypatch: pytest.MonkeyPa
     work = update_work(Optimizer(name="whitened"))
     assert work.gemms(30, 70) == {(70, 70, 30): 1, (30, 70, 70): 1}
     assert (work.traffic, work.gemm_dtype) == (8 + 12, "float32")
+
+
+def test_an_optimizer_states_its_own_exchange_of_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = Exchange(all_to_alls=3, workspace=lambda work, parts, ranks: 10**6 * sum(p.elements for p in parts))
+
+    def exchanging(groups: Any, section: Optimizer) -> torch.optim.Optimizer:
+        optimizer = whitened(groups, section)
+        type(optimizer).exchange = exchange
+        return optimizer
+
+    monkeypatch.setitem(RULES, "exchanging", f"{__name__}:exchanging")
+    monkeypatch.setattr(sys.modules[__name__], "exchanging", exchanging, raising=False)
+    model = flavor("gpt", "debug")
+    work = Workload(model, 256, 1, 8, shard=8, zero_stage=3, update=update_work(Optimizer(name="exchanging")))
+    alone = work._replace(update=work.update._replace(exchange=None))
+    times = [update_time(of, SELENE, {}) for of in (work, alone)]
+    elements = sum(p.elements for p in trace(TraceKey.of(work)).layers[0].parameters if len(p.shape) == 2)
+    sends = 3 * SELENE.links.all_gather(4 * elements * model.num_layers / 8, 8, 1)
+    assert times[0] - times[1] == pytest.approx(sends)
+    of_update = rank_moments(work, 0)[1].total - rank_moments(alone, 0)[1].total
+    assert of_update == pytest.approx(10**6 * elements * model.num_layers / 8, rel=1e-3)
 
 
 def squares(groups: Any, section: Optimizer) -> torch.optim.Optimizer:

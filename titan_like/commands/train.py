@@ -44,7 +44,8 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
     check_meeting()
     outlive_output()
     gc.disable()  # importing torch makes 300,000 objects, hardly any of them garbage
-    from titan_like.planner.forecast import check_profile, step_forecast
+    from titan_like.planner.forecast import step_forecast
+    from titan_like.planner.stack import named_profile
     from titan_like.train.host_memory import keep_freed_memory
     from titan_like.train.job import run_job
     from titan_like.train.setup import prepare_run, select_device
@@ -55,7 +56,7 @@ def main(argv: list[str], signals: StopSignals | None = None) -> int:
         from titan_like.planner.auto import with_chosen_layout
 
         settings = resolve_settings(with_chosen_layout(config, world_size), world_size)
-    check_profile(config)
+    named_profile(config)  # refuses one that cannot be read
     if select_device(config.training.dtype).type == "cpu":
         keep_freed_memory()
     run = prepare_run(settings)

@@ -24,6 +24,7 @@ from titan_like.optim.shards import (
     num_matrices,
     sharded_dimensions,
 )
+from titan_like.optim.update_work import Exchange, MatrixParts, UpdateWork
 from titan_like.torch_private import copy_all_
 
 _Member = tuple[torch.nn.Parameter, dict[str, Any]]  # a matrix, or a stack of them, and its parameter group
@@ -56,8 +57,7 @@ class MatrixExchange:
         places: list[dict[_Matrix, Place]] = [local_places] * size  # by process
         dist.all_gather_object(places, local_places, group=group)
         matrices = sorted(set().union(*places))
-        owners = assign_owners([self.shapes[number] for number, _ in matrices], size)
-        owned = [[matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == r] for r in range(size)]
+        owned = owned_matrices(matrices, self.shapes, size)
         self.counts = Counter(number for number, _ in owned[rank])  # matrices that this process owns, by parameter
         self.owned_parts = [[of_process.get(matrix, _NOWHERE) for matrix in owned[rank]] for of_process in places]
         self.sent = [matrix for of_owner in owned for matrix in of_owner if matrix in local_places]
@@ -127,6 +127,29 @@ def assign_owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
     return owners
 
 
+def owned_matrices(matrices: Sequence[_Matrix], shapes: Sequence[tuple[int, ...]], size: int) -> list[list[_Matrix]]:
+    """The matrices that each rank owns. ``shapes``: of the matrices of each parameter."""
+    owned: list[list[_Matrix]] = [[] for _ in range(size)]
+    owners = assign_owners([shapes[number] for number, _ in matrices], size)
+    for matrix, owner in zip(matrices, owners, strict=True):
+        owned[owner].append(matrix)
+    return owned
+
+
+def exchange_workspace(work: UpdateWork, parts: Sequence[MatrixParts], size: int) -> float:
+    """Bytes of a `MatrixExchange` of these parts, or, on a single rank, of updates one after the other."""
+    matrices = [(number, matrix) for number, part in enumerate(parts) for matrix in range(part.matrices)]
+    counts = Counter(number for number, _ in owned_matrices(matrices, [part.shape for part in parts], size)[0])
+    updates = {number: count * work.workspace_of_matrix(*parts[number].shape) for number, count in counts.items()}
+    if size == 1:
+        return max(updates.values(), default=0)
+    element = getattr(torch, work.gemm_dtype).itemsize
+    wholes = {number: element * count * prod(parts[number].shape) for number, count in counts.items()}
+    # Parts and whole matrices exist, and either copies to be sent or the workspace of an update.
+    held = sum(wholes.values()) + element * sum(part.elements for part in parts)
+    return max(2 * held, *(held + workspace - wholes[number] for number, workspace in updates.items()))
+
+
 # Coefficients of the quintic polynomial (https://kellerjordan.github.io/posts/muon), chosen for a steep slope at 0.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7  # the least norm by which a matrix is divided
@@ -143,6 +166,8 @@ class Muon(FusedAdamW):
     2502.16982, section 2.2).
     """
 
+    exchange = Exchange(all_to_alls=2, workspace=exchange_workspace)
+
     def __init__(self, groups: Iterable[dict[str, Any]], section: OptimizerSection) -> None:
         """Each of the ``groups`` has its ``weight_decay``; groups with ``orthogonal`` set have the matrices."""
         super().__init__(groups, section.lr, betas=section.betas, eps=section.eps)
@@ -157,14 +182,17 @@ class Muon(FusedAdamW):
         return adamw_state(parameter)
 
     def traffic(self) -> list[UpdateTraffic]:
-        """Two all-to-alls for each set of mesh dimensions. The second sends about as many bytes as the first."""
+        """All-to-alls for each set of mesh dimensions. The second sends about as many bytes as the first."""
         sizes: Counter[tuple[str, ...]] = Counter()
         for group, _, parameter in self.members():
             if group.get("orthogonal"):
                 dimensions = sharded_dimensions(parameter, in_matrix=True)
                 sizes[dimensions] += local(parameter).numel() * self._dtype(parameter).itemsize
+        calls = self.exchange.all_to_alls
         return [
-            UpdateTraffic(dimensions, "all_to_all", 2, 2 * size) for dimensions, size in sizes.items() if dimensions
+            UpdateTraffic(dimensions, "all_to_all", calls, calls * size)
+            for dimensions, size in sizes.items()
+            if dimensions
         ]
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,6 +21,22 @@ _SHORT, _LONG = 1 << 9, 1 << 10
 Gemm = tuple[int, int, int]  # (m, n, k) of [m, k] · [k, n]
 
 
+class MatrixParts(NamedTuple):
+    """One process's parts of the matrices that are stacked in a parameter."""
+
+    shape: tuple[int, int]  # of each whole matrix
+    matrices: int  # of which the process has a part
+    elements: int  # of these parts together
+
+
+class Exchange(NamedTuple):
+    """How an optimizer gathers sharded matrices on one of their ranks each: the ``exchange`` of its class."""
+
+    all_to_alls: int  # in an update; each moves every rank's parts
+    # Most bytes at once beside weights, gradients and state, on the first of the ranks that split a set of matrices.
+    workspace: Callable[[UpdateWork, Sequence[MatrixParts], int], float]  # from the parts, and the number of ranks
+
+
 class UpdateWork(NamedTuple):
     """The work of an update. Bytes are per element, read and written, in float32."""
 
@@ -32,6 +49,7 @@ class UpdateWork(NamedTuple):
     workspace: float = 0  # most bytes in addition, per element of one matrix
     matrix_workspace: float = 0  # the same for matrices inside layers, whose
     square_workspace: float = 0  # tensors of the shorter side, squared, come in addition
+    exchange: Exchange | None = None  # None: each rank works on its parts of matrices
 
     def workspace_of_matrix(self, rows: int, columns: int) -> float:
         """Bytes at once beside weight, gradient and state, in an update of a matrix inside layers."""
@@ -74,7 +92,8 @@ def _update_work(section: str) -> UpdateWork:
     left = double - single - held  # by one parameter while the next is updated
     widens, squares = not getattr(optimizer, "takes_factor", False), layer.peak[1] / _SHORT**2
     work = traffic, matrix_traffic - traffic, tuple(layer.gemms.items()), layer.gemm_dtype
-    return UpdateWork(*work, widens, held, single - held + left, of_layer - held + left, squares)
+    workspaces = single - held + left, of_layer - held + left, squares
+    return UpdateWork(*work, widens, held, *workspaces, getattr(optimizer, "exchange", None))
 
 
 def updated(

@@ -12,7 +12,7 @@ from titan_like.planner.predict import forecast
 from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate, SearchResult, search
 from titan_like.planner.search_space import set_keys
-from titan_like.planner.stages import pipeline_of, stages_of_rank
+from titan_like.planner.stages import pipeline_of, pipeline_program
 from titan_like.planner.workload import Workload
 from titan_like.train.environment import environment_number
 
@@ -85,8 +85,8 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
 
 def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds per step in which gradients are added to the sums of earlier microbatches."""
-    held = (sum(stage.elements for stage in stages_of_rank(work, rank).values()) for rank in range(work.pipeline))
-    return work.accumulates * work.microbatches * max(held) * profile.accumulation_bytes / profile.memory_rate
+    held = sum(pipeline_program(work).elements.values())
+    return work.accumulates * work.microbatches * held * profile.accumulation_bytes / profile.memory_rate
 
 
 def _slower_products(best: Workload, work: Workload) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from titan_like.models.config import NUM_OPTIONS
 from titan_like.planner.cost import EXPERTS, MESSAGES, Groups, Kernels, attention_time, collective_time, gemm_rate
 from titan_like.planner.data_parallel import gathers_every_pass, reduces_every_pass
 from titan_like.planner.profile import Profile
-from titan_like.planner.stages import Source, pipeline_of, stages_of
+from titan_like.planner.stages import Source, pipeline_of, pipeline_program
 from titan_like.planner.step_time import Steps, added_up, steps_of
 from titan_like.planner.trace import estimate, trace
 from titan_like.planner.trace.program import Segment
@@ -39,7 +40,7 @@ def least_bytes(work: Workload, profile: Profile) -> float:
     sums, at_end = 0.0, compute if work.microbatches == 1 else master  # a single pass's may stay as it made them
     if work.microbatches > work.pipeline:
         of_one_pass = work.microbatches == work.pipeline + 1  # while a rank keeps most of its microbatches
-        sums = min(compute if of_one_pass else master, profile.gradient_bytes)
+        sums = min(compute if of_one_pass else master, BYTES[work.reduce_dtype])
         sums = min(sums, master / shards) if reduces_every_pass(work.zero_stage) else sums
     peak = max(held + elements * (sums + copies), elements * at_end / (shards if work.zero_stage else 1))
     return peak + elements * weights + profile.overhead_bytes
@@ -56,15 +57,16 @@ def _of_one_sample(group: Workload, profile: Profile) -> tuple[float, float, boo
 
     The third value: whether every layer keeps as many.
     """
-    probe = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
-    probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
+    samples = NUM_OPTIONS if "choice" in group.model.predictions else 1  # as few as a microbatch can have
+    probe = group._replace(micro_batch_size=samples, global_batch_size=2 * samples, shard=1, replicate=1, zero_stage=0)
+    probe = probe._replace(pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1, stage_layers=None)
     if probe not in profile.seconds:
         seconds, kept, kernels = 0.0, list[int](), Kernels(probe.dtype, probe.compiled)
-        for stage in stages_of(probe, estimate):
+        for stage in pipeline_program(probe, estimate).stages:
             kept += [segment.kept for segment in stage.layers]
             for segment, is_layer, count in stage.counts:
                 seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, profile)
-        profile.seconds[probe] = seconds, sum(kept), len(set(kept)) == 1
+        profile.seconds[probe] = seconds / samples, sum(kept) / samples, len(set(kept)) == 1
     return profile.seconds[probe]
 
 
@@ -94,7 +96,7 @@ def least_seconds(segment: Segment, is_layer: bool, groups: Groups, kernels: Ker
 def least_step_seconds(work: Workload, profile: Profile, passes_alone: bool = False, source: Source = trace) -> float:
     """A lower bound on the total of `step_time`, which takes a fraction of its time.
 
-    ``passes_alone``: without what follows the passes. ``source`` as in `stages_of`.
+    ``passes_alone``: without what follows the passes. ``source`` as in `pipeline_program`.
     """
     steps = steps_of(work, profile, source)
     if passes_alone:

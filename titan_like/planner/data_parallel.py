@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from titan_like.parallel.split import GRADIENT_UNIT_BYTES
 from titan_like.planner.stages import StageProgram, Unit
-from titan_like.planner.trace.program import Segment
+from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import BYTES, Workload, element_bytes
 
 
@@ -155,8 +155,8 @@ class Sharding(NamedTuple):
     replicate: int
 
 
-def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Sharding:
-    """A run's sharding. ``reduce_bytes``: of an element in `training.reduce_dtype`."""
+def sharding_of(work: Workload) -> Sharding:
+    """A run's sharding."""
     sizes = {name: size for name, (size, _) in shard_groups(work).items()}
     holders = {name: work.replicate * size for name, size in sizes.items()}
     # Other processes may hold the experts than hold the rest of a layer.
@@ -175,7 +175,7 @@ def sharding_of(work: Workload, reduce_bytes: int = BYTES["float32"]) -> Shardin
         replicated=work.replicate > 1,
         single=tuple([name for name, size in shards.items() if size == 1]),
         compute=compute,
-        reduce=reduce_bytes if in_half else master,
+        reduce=BYTES[work.reduce_dtype] if in_half else master,
         master=master,
     )
     return Sharding(rules, holders, shards, work.replicate)
@@ -191,6 +191,12 @@ def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
     """Rows of a parameter on one of ``shards`` processes, as `torch.chunk` divides them."""
     largest = -(-rows // shards)
     return max(0, min(largest, rows - rank * largest))
+
+
+def shard_elements(parameter: Parameter, shards: int, rank: int = 0) -> int:
+    """Elements of a parameter on one of ``shards`` processes."""
+    rows, *_ = parameter.shape
+    return parameter.elements // rows * shard_rows(rows, shards, rank)
 
 
 def communication(

@@ -36,13 +36,13 @@ from titan_like.parallel.schedules.simulate import bubble_fraction, max_in_fligh
 from titan_like.parallel.schedules.tables import Action
 from titan_like.planner.auto import with_chosen_layout
 from titan_like.planner.data_parallel import sharding_of
-from titan_like.planner.forecast import check_profile
 from titan_like.planner.memory import StepMemory, rank_moments
-from titan_like.planner.stages import stages_of
+from titan_like.planner.stack import named_profile
+from titan_like.planner.stages import pipeline_program
 from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
 from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
-from titan_like.planner.workload import BYTES, Workload, workload_of
+from titan_like.planner.workload import Workload, workload_of
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import check_folders
@@ -134,7 +134,7 @@ def dry_run(config: JobConfig) -> DryRun:
     # Every check that a real run makes before it starts.
     world_size, rank = dry_run_world(config), config.job.dry_run_rank
     config = with_chosen_layout(config, world_size)
-    check_profile(config)
+    named_profile(config)  # refuses one that cannot be read
     settings = resolve_settings(config, world_size)
     model, layout = settings.model, settings.layout
     training, gpu, gpus = config.training, config.cluster.gpu, config.cluster.gpus_per_node
@@ -161,9 +161,9 @@ def dry_run(config: JobConfig) -> DryRun:
             coordinates = _coordinates(parallel_model.expert_mesh) | coordinates
     # What it does in a step. float64 is computed as it is, while forecasts of time take it for float32.
     work = workload_of(config, model, layout)._replace(dtype=training.dtype)
-    pipeline_rank, reduce_bytes, rules = coordinates["pp"][0], BYTES[training.reduce_dtype], sharding_of(work).rules
+    pipeline_rank, rules = coordinates["pp"][0], sharding_of(work).rules
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
-    traffic = step_traffic(work, Coordinates(pipeline_rank, shards), reduce_bytes)
+    traffic = step_traffic(work, Coordinates(pipeline_rank, shards))
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
     groups |= {"expert_dp": layout.replicate * layout.expert_shards, HOST: 1}
     # Rules of other packages are taken to send nothing.
@@ -171,7 +171,7 @@ def dry_run(config: JobConfig) -> DryRun:
         group = "_".join(names)
         traffic[Message(group, kind, "optimizer")] = Amount(calls, size)
         groups[group] = prod(coordinates[name][1] for name in names)
-    moments, adapters = rank_moments(work, pipeline_rank, reduce_bytes), adapter_parameters(model, config.lora)
+    moments, adapters = rank_moments(work, pipeline_rank), adapter_parameters(model, config.lora)
     steps, samples = (total_steps(training), total_samples(training)) if has_length else (0, 0)
     return DryRun(
         family=config.model.family,
@@ -223,7 +223,9 @@ def schedule_of(work: Workload, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
     schedule = work.pipeline_schedule
     table = schedule.table
-    passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages_of(work))
+    passes = (
+        zip(*(segment.passes for segment in stage.segments), strict=True) for stage in pipeline_program(work).stages
+    )
     flops = [[sum(pass_.flops for pass_ in segments) for segments in of_stage] for of_stage in passes]
     parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
 

@@ -9,25 +9,15 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError
 from titan_like.config.load import edit
-from titan_like.config.schema import JobConfig
 from titan_like.metrics.hardware import device_name
 from titan_like.metrics.record import StepRecord
 from titan_like.planner.predict import Forecast, predict_layout
-from titan_like.planner.profile import load_profile
+from titan_like.planner.stack import named_profile
 from titan_like.train.environment import environment_number
 from titan_like.train.setup import Run
 
 WARM_UP, MEASURED = 3, 5  # steps left out at the start, while buffers and code are made, and steps counted then
 MEMORY_BAND = 0.1  # of the measured memory; nine in ten measured runs should lie within it
-
-
-def check_profile(config: JobConfig) -> None:
-    """Refuse a `cluster.profile` that cannot be read.
-
-    Raises a `ConfigError` if there is no such profile, or it is not valid.
-    """
-    if config.cluster.profile is not None:
-        load_profile(config.cluster.profile, "cluster.profile")
 
 
 def step_forecast(run: Run) -> Callable[[StepRecord], str | None] | None:
@@ -43,11 +33,10 @@ class StepForecast:
         self._left, self._seconds = WARM_UP, list[float]()
         self._batch_size = run.config.training.global_batch_size
         self._forecast = self._predict()
-        self._done = False
 
     def add(self, record: StepRecord) -> str | None:
         """Record a step. After the last step that counts, return the line to print."""
-        if self._done:
+        if len(self._seconds) == MEASURED:  # it has been printed
             return None
         if record.global_batch_size != self._batch_size:  # the batch grew: begin again
             self._batch_size, self._seconds = record.global_batch_size, []
@@ -58,11 +47,10 @@ class StepForecast:
         self._seconds.append(record.step_time_s)
         if len(self._seconds) < MEASURED:
             return None
-        self._done, forecast = True, self._forecast
-        if not isinstance(forecast, Forecast):
-            return forecast
-        on_gpu = self._run.device.type == "cuda"
-        return describe(forecast, on_gpu, record.step, statistics.median(self._seconds), record.peak_memory_bytes)
+        if not isinstance(self._forecast, Forecast):
+            return self._forecast
+        measured = statistics.median(self._seconds), record.peak_memory_bytes
+        return describe(self._forecast, self._run.device.type == "cuda", record.step, *measured)
 
     def _predict(self) -> Forecast | str | None:
         """The forecast, a sentence that says why there is none, or None if no forecast was asked for."""
@@ -78,7 +66,7 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     Raises a `ConfigError` if the GPU is unknown, the profile is not for this machine, or products are in float8.
     """
     config, on_gpu = run.config, run.device.type == "cuda"
-    profile = load_profile(config.cluster.profile, "cluster.profile") if config.cluster.profile else None
+    profile = named_profile(config)
     if not on_gpu and (profile is None or not profile.device.is_cpu):
         return None
     if config.float8.enable:

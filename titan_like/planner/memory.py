@@ -16,11 +16,10 @@ import numpy as np
 
 from titan_like.metrics.devices import Device
 from titan_like.optim.state_size import OptimizerState
-from titan_like.planner.data_parallel import Gradients, Rules, Sharding, shard_rows, sharding_of
+from titan_like.planner.data_parallel import Gradients, Rules, Sharding, shard_elements, shard_rows, sharding_of
 from titan_like.planner.profile import Profile
 from titan_like.planner.stage_memory import StageMemory, Usage
 from titan_like.planner.stages import StageProgram, pipeline_of, pipeline_program, stages_of_rank
-from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.update_time import unsplit_key, update_workspace
 from titan_like.planner.walk import occupancy
 from titan_like.planner.workload import Workload
@@ -75,8 +74,7 @@ def usable_bytes(device: Device) -> float:
 
 def memory(work: Workload, profile: Profile) -> Memory:
     """Memory of all pipeline ranks."""
-    memories = (rank_memory(work, rank, profile.gradient_bytes) for rank in range(work.pipeline))
-    ranks = tuple(with_overhead(profile, *parts) for parts in memories)
+    ranks = tuple(with_overhead(profile, *rank_memory(work, rank)) for rank in range(work.pipeline))
     return Memory(ranks, max(rank.total for rank in ranks), profile.device.memory_bytes)
 
 
@@ -87,8 +85,7 @@ def largest_memory(work: Workload, profile: Profile, limit: float = math.inf, me
     """
     largest = 0.0
     for rank in candidates(work):
-        parts = rank_memory(work, rank, profile.gradient_bytes, messages)
-        largest = max(largest, with_overhead(profile, *parts).total)
+        largest = max(largest, with_overhead(profile, *rank_memory(work, rank, messages)).total)
         if largest > limit:
             break
     return largest
@@ -107,19 +104,14 @@ def candidates(work: Workload) -> Sequence[int]:
     return pipeline_of(work).may_be_fullest
 
 
-def rank_memory(work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True) -> StepMemory:
-    """The fullest moment of a step on one pipeline rank; arguments as for `rank_moments`."""
-    return max(rank_moments(work, rank, reduce_bytes, messages), key=lambda moment: moment.total)
+def rank_memory(work: Workload, rank: int, messages: bool = True) -> StepMemory:
+    """The fullest moment of a step on one pipeline rank; ``messages`` as for `occupancy`."""
+    return max(rank_moments(work, rank, messages), key=lambda moment: moment.total)
 
 
-def rank_moments(
-    work: Workload, rank: int, reduce_bytes: int = 4, messages: bool = True
-) -> tuple[StepMemory, StepMemory]:
-    """The fullest moments of a step's forward and backward passes and of its update, on one pipeline rank.
-
-    ``reduce_bytes``: of an element in `training.reduce_dtype`. ``messages`` as for `occupancy`.
-    """
-    sharding = sharding_of(work, reduce_bytes)
+def rank_moments(work: Workload, rank: int, messages: bool = True) -> tuple[StepMemory, StepMemory]:
+    """The fullest moments of a step's passes and of its update, on one pipeline rank; ``messages`` as above."""
+    sharding = sharding_of(work)
     rules, shards = sharding.rules, tuple(sharding.shards.items())
     occupied = occupancy(work.pipeline_schedule, rank, work.splits_backward, messages)
     programs = stages_of_rank(work, rank)
@@ -171,12 +163,8 @@ def _stage_memory(stage: StageProgram, rules: Rules) -> StageMemory:
 
 def _frozen(stage: StageProgram, sharding: Sharding) -> int:
     """Elements of frozen parameters on the first process, which ZeRO 3 alone shards."""
-    elements = 0
-    for parameter in [parameter for unit in stage.units for parameter in unit.frozen]:
-        rows, *dims = parameter.shape
-        shards = sharding.shards[parameter.sharers] if sharding.rules.gathers_every_pass else 1
-        elements += prod((shard_rows(rows, shards), *dims))
-    return elements
+    shards = sharding.shards if sharding.rules.gathers_every_pass else dict.fromkeys(sharding.shards, 1)
+    return sum(shard_elements(p, shards[p.sharers]) for unit in stage.units for p in unit.frozen)
 
 
 Shards = tuple[tuple[str, int], ...]
@@ -186,19 +174,11 @@ Shards = tuple[tuple[str, int], ...]
 @lru_cache(maxsize=65536)
 def _sharded(stage: StageProgram, shards: Shards, optimizer: OptimizerState) -> tuple[int, float]:
     """Elements of the first process's shard of a stage, and values that the optimizer keeps for them."""
-    counts = [_sharded_segment(segment, shards, optimizer) for segment in stage.layers]
-    ends = [parameter for unit in stage.ends for parameter in unit.parameters]
-    counts += [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in ends]
-    return sum([elements for elements, _ in counts]), sum([kept for _, kept in counts])
-
-
-@lru_cache(maxsize=65536)
-def _sharded_segment(segment: Segment, shards: Shards, optimizer: OptimizerState) -> tuple[int, float]:
-    counts = [_sharded_parameter(parameter, dict(shards), optimizer) for parameter in segment.parameters]
-    return sum([elements for elements, _ in counts]), sum([kept for _, kept in counts])
-
-
-def _sharded_parameter(parameter: Parameter, shards: dict[str, int], optimizer: OptimizerState) -> tuple[int, float]:
-    (rows, *dims), size, matrices = parameter.shape, shards[parameter.sharers], parameter.matrices
-    shape = shard_rows(rows, size), *dims
-    return prod(shape), optimizer.of(parameter.name, shape, matrices if matrices % size else matrices // size)
+    sizes, elements, kept = dict(shards), 0, 0.0
+    parameters = [(p, count) for segment, is_layer, count in stage.counts if is_layer for p in segment.parameters]
+    for parameter, count in (*parameters, *((p, 1) for unit in stage.ends for p in unit.parameters)):
+        (rows, *dims), size, matrices = parameter.shape, sizes[parameter.sharers], parameter.matrices
+        shape = shard_rows(rows, size), *dims
+        elements += count * prod(shape)
+        kept += count * optimizer.of(parameter.name, shape, matrices if matrices % size else matrices // size)
+    return elements, kept

@@ -46,18 +46,15 @@ class Links:
     switched: bool = True  # NVLink has switches, so two GPUs can use all their links with each other
     one_node: bool = False  # the job has no more GPUs than one node
 
-    def all_to_all(self, nbytes: float, size: int, stride: int, copies: int = 1) -> float:
+    def all_to_all(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds until every rank of each group has sent the others their equal parts of its ``nbytes``.
 
-        What leaves a node shares all of its network cards. If the bytes are of rows that go to ``copies`` ranks each,
-        drawn at random, a node gets a row once and hands it on.
+        What leaves a node shares all of its network cards.
         """
         if self._stays_inside(size, stride):
             return self.all_gather(nbytes, size, stride)
         inside = min(size - 1, max(1, self.gpus_per_node // stride)) / size
-        nodes = max(1.0, size * stride / self.gpus_per_node)
-        once = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
-        slowest = max(inside / self.nvlink, (1 - inside) * once * self.gpus_per_node / self.node)
+        slowest = max(inside / self.nvlink, (1 - inside) * self.gpus_per_node / self.node)
         return self.ring_latency(size, stride) + nbytes * slowest
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
@@ -256,10 +253,8 @@ def load_profile(name: str, key: str = "--profile") -> Profile:
 def builtin_profiles() -> dict[str, Profile]:
     """The shipped profiles by name."""
     folder = resources.files("titan_like.planner").joinpath("profiles")
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {
-        file.name[:-5]: profile_from(file.name[:-5], tomli.loads(file.read_text(encoding="utf-8"))) for file in files
-    }
+    files = {Path(file.name).stem: file for file in folder.iterdir() if file.name.endswith(".toml")}
+    return {name: profile_from(name, tomli.loads(files[name].read_text(encoding="utf-8"))) for name in sorted(files)}
 
 
 def profile_from(name: str, table: dict[str, Any]) -> Profile:

@@ -23,7 +23,7 @@ from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD
 from titan_like.planner.bounds import least_bytes, least_group_seconds, least_step_seconds
 from titan_like.planner.memory import MEMORY_MARGIN, largest_memory, usable_bytes
 from titan_like.planner.profile import Profile
-from titan_like.planner.search_space import Space, Split
+from titan_like.planner.search_space import MODES, Space, Split
 from titan_like.planner.stack import checked_profile
 from titan_like.planner.step_time import StepTime, step_time, steps_of
 from titan_like.planner.trace import estimate
@@ -276,7 +276,6 @@ def _complexity(work: Workload) -> int:
     return sum(degree > 1 for degree in splits) + (not is_usual) + (work.recompute_every > 1)
 
 
-_MODES = {"none": 0, "experts": 1, "selective": 2, "full": 3}
 _SCHEDULES = {name: number for number, name in enumerate(dict.fromkeys(("1f1b", "interleaved_1f1b", *SCHEDULES)))}
 
 
@@ -286,7 +285,7 @@ def _order(work: Workload) -> tuple[int, ...]:
         work.expert,
         work.pipeline,
         work.tensor,
-        _MODES[work.recompute],
+        MODES.index(work.recompute),
         -work.recompute_every,
         _SCHEDULES[work.schedule],
         work.virtual_stages,

@@ -54,6 +54,7 @@ Split = tuple[int, int, int]
 """ZeRO stage, replicas and shards."""
 
 SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
+MODES = ("none", "experts", "selective", "full")  # of recomputation
 _EVERY = (1, 2, 4)  # recompute every n-th layer
 
 
@@ -82,11 +83,10 @@ class Space:
             recompute="none", recompute_every=1, sequence_parallel=False, zero_stage=0
         )
         self._pipelines: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self._splits: dict[tuple[int, int, int], list[Split]] = {}
-        # Degrees of expert parallelism and kinds of recomputation; models without experts have fewer.
-        self._experts, self._modes = [1], ["none", "selective", "full"]
-        if number := getattr(model, "num_experts", 0):
-            self._experts, self._modes = divisors(number), ["none", "experts", "selective", "full"]
+        self._splits = cache(self._splits_of)
+        experts = getattr(model, "num_experts", 0)
+        self._experts = divisors(experts) if experts else [1]
+        self._modes = [mode for mode in MODES if experts or mode != "experts"]
         self._stage_layers = cache(lambda stages: tuple(layers_per_stage(self.config, model, stages)))
         self.refusals: list[ConfigError] = []
 
@@ -219,23 +219,18 @@ class Space:
         # The processes that share experts are a multiple of this number of shards.
         multiple = group.expert // gcd(group.expert, group.context * group.tensor // group.expert_tensor)
         innermost = group.context * group.tensor
-        key = group.data_parallel, multiple, innermost
-        if key not in self._splits:
-            splits = self._splits_of(group.data_parallel, innermost)
-            self._splits[key] = [split for split in splits if split[2] % multiple == 0]
-        return self._splits[key]
+        return self._splits(group.data_parallel, innermost, multiple)
 
-    def _splits_of(self, size: int, innermost: int) -> list[Split]:
+    def _splits_of(self, size: int, innermost: int, multiple: int) -> list[Split]:
         stages = sorted(self._choices("zero_stage", [0, 1, 2, 3]), reverse=True)
+        shapes = [(n, size // n) for n in divisors(size) if size // n % multiple == 0]
+        if not self.fixed.isdisjoint({_KEY["replicate"], _KEY["shard"]}):
+            shapes = [shape for shape in shapes if shape[0] in self._choices("replicate", [shape[0]])]
+            shapes = [shape for shape in shapes if shape[1] in self._choices("shard", [shape[1]])]
+            return [(zero, *shape) for zero in stages for shape in shapes]
         node = self.config.cluster.gpus_per_node or self.num_gpus
         sizes = {node << exponent for exponent in range(self.num_gpus.bit_length())}  # of replicas, in GPUs
-        shapes = [(n, size // n) for n in divisors(size) if n == 1 or size // n * innermost in sizes]
-        if not self.fixed.isdisjoint({_KEY["replicate"], _KEY["shard"]}):
-            shapes = [(n, size // n) for n in divisors(size)]
-            chosen = [
-                (r, s) for r, s in shapes if r in self._choices("replicate", [r]) and s in self._choices("shard", [s])
-            ]
-            return [(zero, *shape) for zero in stages for shape in chosen]
+        shapes = [(n, shards) for n, shards in shapes if n == 1 or shards * innermost in sizes]
         return [(zero, *shape) for zero in stages for shape in (shapes if zero == 3 else shapes[:1])]
 
     def member(self, group: Workload, schedule: str, virtual: int, zero: int, replicas: int, shards: int) -> Workload:

@@ -45,14 +45,19 @@ def profile_of(config: JobConfig, profile: Profile | None) -> Profile:
     If ``profile`` is None, the configuration names the profile, or the GPU's default is used. Raises a `ConfigError` if
     no GPU is named, or it is unknown.
     """
-    if profile is None and config.cluster.profile is not None:
-        profile = load_profile(config.cluster.profile, "cluster.profile")
+    profile = profile or named_profile(config)
     if profile is not None and (config.cluster.gpu is None or not is_builtin(profile.device)):
         return profile
     reason = 'say which GPU the run is for, such as "A100-80GB" or "H100"'
     require(config.cluster.gpu, "cluster.gpu", None, reason)
     device = find_device(config.cluster.gpu or "")
     return profile.changed(device=device) if profile else default_profile(device)
+
+
+def named_profile(config: JobConfig) -> Profile | None:
+    """The profile that `cluster.profile` names. Raises a `ConfigError` if there is none, or it is invalid."""
+    name = config.cluster.profile
+    return None if name is None else load_profile(name, "cluster.profile")
 
 
 def default_profile(device: Device) -> Profile:

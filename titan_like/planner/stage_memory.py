@@ -64,9 +64,7 @@ class StageMemory:
     def states(self, shard: int) -> tuple[list[int], list[int]]:
         """Bytes of gathered weights, and of gradients, in each of their states. ``shard``: elements of this process."""
         if shard not in self._states:
-            weights = [
-                self._gathered(state) for state in (Weights.NOT_GATHERED, Weights.AFTER_FORWARD, Weights.AFTER_BACKWARD)
-            ]
+            weights = [self._gathered(state) for state in range(Weights.AFTER_BACKWARD + 1)]
             gradients = [self.gradients.between_passes(state, shard) for state in range(Gradients.FINISHED + 1)]
             self._states[shard] = weights, gradients
         return self._states[shard]
@@ -153,7 +151,7 @@ class StageMemory:
             for during, reduced, is_early in gradients.complete(part.unit, part.repeats):
                 activations, extra = (part.segment.at_experts, unit - experts) if is_early else (part.segment.output, 0)
                 yield held + activations, during, weights + extra, reduced
-        weights = self._weights_at_end(pass_) - freed
+        weights = self._weights_during(None, pass_) - freed
         held = self.received - self.held + (self.deferred if pass_.kind == "I" else 0)
         held += 0 if self.stage.is_last else self.stage.message
         for end in sorted(self.stage.ends):  # the root first
@@ -164,26 +162,21 @@ class StageMemory:
             for during, reduced, _ in gradients.complete(LayerUnit(end.elements, 0, largest, last)):
                 yield held, during, weights, reduced
 
-    def _weights_during(self, part: Placed, pass_: PassKind) -> int:
-        """Bytes of gathered weights while a segment's backward pass runs, as if none had been freed below ZeRO 3."""
+    def _weights_during(self, part: Placed | None, pass_: PassKind) -> int:
+        """Bytes of gathered weights while a segment's backward pass runs; None: after the layers'.
+
+        Below ZeRO 3, as if none had been freed.
+        """
         rules = self.rules
         if not rules.wrapped:
             return 0
         if not rules.gathers_every_pass:
             return rules.compute * self.stage.elements
         early = 0 if pass_.is_last else self.prefetched
-        if part.unit.gathered:  # and the buffer of the unit that is gathered next
+        if part is not None and part.unit.gathered:  # and the buffer of the unit that is gathered next
             return rules.compute * (self.root + part.unit.gathered + (part.following or early))
-        is_entry = part is self.placed[0] and self.stage.is_first
-        return rules.compute * (self.root + (self.table + early if is_entry else 0))
-
-    def _weights_at_end(self, pass_: PassKind) -> int:
-        """Bytes of gathered weights after the layers' backward passes, as if none had been freed below ZeRO 3."""
-        rules = self.rules
-        if not rules.wrapped:
-            return 0
-        early = 0 if pass_.is_last else self.prefetched
-        return rules.compute * (self.stage.elements if not rules.gathers_every_pass else self.root + self.table + early)
+        has_table = part is None or (part is self.placed[0] and self.stage.is_first)
+        return rules.compute * (self.root + (self.table + early if has_table else 0))
 
     def _second_part(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """All products are computed before any is accumulated or reduced. Weights count from what there is before."""
@@ -263,15 +256,8 @@ def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) 
 
 def _fullest(moments: Iterable[tuple[int, int, int, int]]) -> list[Usage]:
     """The moments that no other moment matches or exceeds in both bytes and reduced elements."""
-    largest: dict[int, tuple[int, tuple[int, int, int, int]]] = {}  # by reduced elements
-    for moment in moments:
-        activations, gradients, gathered, reduced = moment
-        total, best = activations + gradients + gathered, largest.get(reduced)
-        if best is None or total > best[0]:
-            largest[reduced] = total, moment
-    usages, most_reduced = list[Usage](), -1
-    for _, moment in sorted(largest.values(), reverse=True):
-        if moment[3] > most_reduced:
-            most_reduced = moment[3]
-            usages.append(Usage(*moment))
+    usages = list[Usage]()
+    for usage in sorted(map(Usage._make, moments), key=lambda usage: sum(usage[:3]), reverse=True):
+        if not usages or usage.reduced > usages[-1].reduced:
+            usages.append(usage)
     return usages

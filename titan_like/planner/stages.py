@@ -26,13 +26,8 @@ Kinds = tuple[int, ...]
 
 def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
     """The stages of a pipeline rank by their number."""
-    owners = zip(stages_of(work), pipeline_of(work).ranks, strict=True)
+    owners = zip(pipeline_program(work).stages, pipeline_of(work).ranks, strict=True)
     return {number: stage for number, (stage, owner) in enumerate(owners) if owner == rank}
-
-
-def stages_of(work: Workload, source: Source = trace) -> tuple[StageProgram, ...]:
-    """All stages of a run's pipeline."""
-    return pipeline_program(work, source).stages
 
 
 def pipeline_program(work: Workload, source: Source = trace) -> PipelineProgram:

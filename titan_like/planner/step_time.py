@@ -49,14 +49,6 @@ class StagePasses(NamedTuple):
     host: float  # to launch both passes
 
 
-class Delays(NamedTuple):
-    """Seconds of a microbatch in one stage besides its operators."""
-
-    message: float  # that the rank waits for each message that it sends
-    overhead: float  # everything else
-    summed: float  # to add one element of a gradient to earlier ones
-
-
 class Steps(NamedTuple):
     """A step's passes and what follows them."""
 
@@ -126,11 +118,9 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     message = message_time(work, profile, pipeline.programs[0].message) if p > 1 else 0.0
     # The host waits for the messages of each further stage on the rank, as far as computation does not hide them.
     of_rank = profile.microbatch_time * (1 + (num_stages // p - 1) * profile.message_exposed)
-    # Gradients are added to the sums of earlier microbatches.
-    summed = work.accumulates * profile.accumulation_bytes / profile.memory_rate
-    delays = Delays(message * profile.message_exposed, of_rank * p / num_stages, summed)
+    delays = message * profile.message_exposed, of_rank * p / num_stages
     programs = zip(pipeline.programs, alike.kinds, strict=True)
-    kinds = [_stage_passes(work, profile, delays, program, kind) for program, kind in programs]
+    kinds = [_stage_passes(work, profile, program, kind, *delays) for program, kind in programs]
     busy = [(sum([kinds[n].F + kinds[n].B for n in rank.kinds]), rank.kinds) for rank in alike.rank_kinds]
     backward = sum([kinds[n].B - kinds[n].messages - kinds[n].gathered for n in pipeline.fullest])
     forward = sum([kinds[n].F for n in pipeline.fullest])
@@ -156,15 +146,19 @@ def message_time(work: Workload, profile: Profile, nbytes: int) -> float:
 
 
 def _stage_passes(
-    work: Workload, profile: Profile, delays: Delays, stage: StageProgram, kind: StageKind
+    work: Workload, profile: Profile, stage: StageProgram, kind: StageKind, message: float, overhead: float
 ) -> StagePasses:
-    """The passes of a stage. A third of the microbatch's overhead belongs to the forward pass."""
+    """The passes of a stage, whose rank waits for each ``message`` that it sends.
+
+    A third of a microbatch's ``overhead`` belongs to the forward pass.
+    """
     forward, backward, weights, first, deferred = _computed(work, profile, stage)
-    added = delays.summed * stage.elements
-    first += delays.overhead / 3
-    second = host_and_device(backward.host, backward.device + added, profile) + deferred + 2 * delays.overhead / 3
-    sent = delays.message if kind.sends_on else 0.0
-    returned = delays.message if kind.sends_back else 0.0
+    # Gradients are added to the sums of earlier microbatches.
+    added = work.accumulates * profile.accumulation_bytes / profile.memory_rate * stage.elements
+    first += overhead / 3
+    second = host_and_device(backward.host, backward.device + added, profile) + deferred + 2 * overhead / 3
+    sent = message if kind.sends_on else 0.0
+    returned = message if kind.sends_back else 0.0
     gathered = scattered = 0.0
     if gathers_every_pass(work.zero_stage):
         gather, scatter = _gather_and_scatter(work, profile, stage)

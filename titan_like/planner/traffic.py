@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from titan_like.planner.data_parallel import Sharding, communication, shard_rows, sharding_of
+from titan_like.planner.data_parallel import Sharding, communication, shard_elements, sharding_of
 from titan_like.planner.stages import StageProgram, Unit, stages_of_rank
 from titan_like.planner.trace.program import Parameter
 from titan_like.planner.walk import steps_as_run
@@ -41,12 +41,9 @@ class Coordinates(NamedTuple):
     shards: Mapping[str, int] = MappingProxyType({})  # by mesh dimension over which ZeRO shards; 0 if left out
 
 
-def step_traffic(work: Workload, coordinates: Coordinates, reduce_bytes: int = 4) -> dict[Message, Amount]:
-    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism.
-
-    ``reduce_bytes``: of an element in `training.reduce_dtype`.
-    """
-    stages, sharding = stages_of_rank(work, coordinates.pipeline), sharding_of(work, reduce_bytes)
+def step_traffic(work: Workload, coordinates: Coordinates) -> dict[Message, Amount]:
+    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism."""
+    stages, sharding = stages_of_rank(work, coordinates.pipeline), sharding_of(work)
     steps = steps_as_run(work.pipeline_schedule, coordinates.pipeline, work.splits_backward)
     calls: Counter[Message] = Counter()
     sizes: Counter[Message] = Counter()
@@ -71,7 +68,10 @@ def step_traffic(work: Workload, coordinates: Coordinates, reduce_bytes: int = 4
         for group, kind, size in calls_of_stage:
             add(group, kind, "parameters" if kind == "all_gather" else "gradients", 1, size)
     parameters = [parameter for stage in stages.values() for unit in stage.units for parameter in unit.parameters]
-    local = {p.name: sharding.rules.master * _local_elements(p, sharding, coordinates) for p in parameters}
+    local: dict[str, int] = {}
+    for p in parameters:
+        shards = sharding.shards[p.sharers]
+        local[p.name] = sharding.rules.master * shard_elements(p, shards, coordinates.shards.get(p.sharers, 0) % shards)
     partial = sum(local[p.name] for p in parameters if p.partial)
     add("tp", "all_reduce", "partial gradients", min(partial, 1), partial)
     for name, holders in _copies(work, local).items():
@@ -108,7 +108,7 @@ def _of_fsdp(stage: StageProgram, kinds: Sequence[str], sharding: Sharding) -> I
 
 def _padded(parameters: Iterable[Parameter], shards: int) -> int:
     """Elements of parameters, padded to equal shards."""
-    return sum(shards * shard_rows(p.shape[0], shards) * (p.elements // p.shape[0]) for p in parameters)
+    return shards * sum(shard_elements(parameter, shards) for parameter in parameters)
 
 
 def _plain_sums(stage: StageProgram, sharding: Sharding) -> Iterator[_Call]:
@@ -122,13 +122,6 @@ def _plain_sums(stage: StageProgram, sharding: Sharding) -> Iterator[_Call]:
 
 def _with_replicas(group: str, sharding: Sharding) -> str:
     return group if sharding.replicate == 1 else _WITH_REPLICAS[group]
-
-
-def _local_elements(parameter: Parameter, sharding: Sharding, coordinates: Coordinates) -> int:
-    rows, *_ = parameter.shape
-    shards = sharding.shards[parameter.sharers]
-    local_rows = shard_rows(rows, shards, coordinates.shards.get(parameter.sharers, 0) % shards)
-    return parameter.elements // rows * local_rows
 
 
 def _copies(work: Workload, local: dict[str, int]) -> dict[str, int]:

@@ -76,6 +76,7 @@ class Workload(NamedTuple):
     recompute_every: int = 1
     offload: bool = False
     dtype: str = "bfloat16"
+    reduce_dtype: str = "float32"  # of sums of 16-bit gradients over processes
     dropout: bool = False
     compiled: bool = False  # a compiler fuses the layers' operators between products
     stage_layers: tuple[int, ...] | None = None  # None: as equal stages as possible
@@ -151,6 +152,7 @@ def workload_of(config: JobConfig, model: TransformerConfig, layout: Layout) -> 
         recompute_every=recompute.every_n_layers,
         offload=recompute.offload,
         dtype=compute_type(config),
+        reduce_dtype=training.reduce_dtype,
         dropout=getattr(model, "dropout", 0.0) > 0,
         compiled=config.compile.enable,
         stage_layers=tuple(layers_per_stage(config, model, num_stages)) if layout.pipeline > 1 else None,

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from math import ceil, inf, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan_like.config import ConfigError, JobConfig
 from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser
-from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described
@@ -48,19 +47,6 @@ _LEAST_STATE = 8  # bytes per parameter: master weights and gradients in float32
 Show = Callable[[str], None]  # called with a line of progress
 
 
-class Capacity(NamedTuple):
-    """A model that fits, in the fastest layout in which it does."""
-
-    nodes: int
-    config: JobConfig
-    forecast: Forecast
-
-    @property
-    def model(self) -> TransformerConfig:
-        """The model's shape."""
-        return self.forecast.work.model
-
-
 def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
     parser.description = (
@@ -84,14 +70,15 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     batch = f"sequences of {training.seq_len}, batches of {training.global_batch_size}"
     lines, largest = [f"largest {config.model.family} model, {batch}"], []
 
-    def report(capacity: Capacity | None, otherwise: str) -> dict[str, Any] | None:
-        if capacity is None:
+    def report(largest: Forecast | None, otherwise: str) -> dict[str, Any] | None:
+        if largest is None:
             lines.append(f"  {otherwise}")
             return None
-        text, days = length(capacity.forecast, tokens, options.price)
-        lines.append(f"  {capacity.nodes} × {node}: {sized(capacity.model)}")
-        lines.extend((f"    {described(capacity.forecast.work)}", f"    predicted: {capacity.forecast}{text}"))
-        return as_dict(capacity) | days
+        text, days = length(largest, tokens, options.price)
+        nodes, work = largest.work.num_gpus // per_node, largest.work
+        lines.append(f"  {nodes} × {node}: {sized(work.model)}")
+        lines.extend((f"    {described(work)}", f"    predicted: {largest}{text}"))
+        return {"nodes": nodes} | as_dict(largest) | days
 
     for nodes in dict.fromkeys((1, config.cluster.nodes or 1)):
         text = report(largest_model(config, profile, nodes, fixed, show), f"{nodes} × {node}: none fits")
@@ -104,7 +91,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
 
 def largest_model(
     config: JobConfig, profile: Profile | None, nodes: int, fixed: frozenset[str], show: Show
-) -> Capacity | None:
+) -> Forecast | None:
     """The largest scaled model that fits on the nodes, to within 3 %; None if not even 100 million parameters do."""
     gpus = nodes * (config.cluster.gpus_per_node or 1)
 
@@ -124,10 +111,10 @@ def largest_model(
     while too_large / size > _PRECISION:
         middle = sqrt(size * too_large)
         size, too_large = (middle, too_large) if fit(middle) else (size, middle)
-    return fastest(of_size(size), profile, nodes, fixed)
+    return fastest(of_size(size), profile, gpus, fixed)
 
 
-def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[str], show: Show) -> Capacity | None:
+def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[str], show: Show) -> Forecast | None:
     """The fewest nodes on which the run's model fits; None if it needs more than 4,096."""
     model, per_node = model_config(config.model), config.cluster.gpus_per_node or 1
     stack = profile_of(config, profile)
@@ -138,7 +125,7 @@ def fewest_nodes(config: JobConfig, profile: Profile | None, fixed: frozenset[st
         show(f"does it fit on {nodes} node{'s' * (nodes > 1)}?")
         try:
             if fits(config, profile, nodes * per_node, fixed):
-                return fastest(config, profile, nodes, fixed)
+                return fastest(config, profile, nodes * per_node, fixed)
             is_valid = True
         except ConfigError as error:  # no layout divides the batch on this many; another number may
             refusal = refusal or error
@@ -163,18 +150,16 @@ def fits(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset
     return False
 
 
-def fastest(config: JobConfig, profile: Profile | None, nodes: int, fixed: frozenset[str]) -> Capacity:
+def fastest(config: JobConfig, profile: Profile | None, gpus: int, fixed: frozenset[str]) -> Forecast:
     """The fastest layout in which a model fits, of the schedules and splits that decide whether it does."""
     plain = {key: value for key, value in _LEAST_MEMORY.items() if key not in fixed and key not in _CHOSEN}
-    gpus = nodes * (config.cluster.gpus_per_node or 1)
     result = search(edit(config, plain), gpus, profile, fixed | plain.keys(), kinds=1)
-    return Capacity(nodes, result.config, forecast(result.best.work, result.profile))
+    return forecast(result.best.work, result.profile)
 
 
-def as_dict(capacity: Capacity) -> dict[str, Any]:
+def as_dict(largest: Forecast) -> dict[str, Any]:
     """A result for JSON."""
-    model, work = capacity.model, capacity.forecast.work
+    work, model = largest.work, largest.work.model
     shape = {"layers": model.num_layers, "width": model.hidden_size, "heads": model.num_attention_heads}
     layout = {name: getattr(work, name) for name in SEARCHED.values()}
-    size = {"nodes": capacity.nodes, "parameters": model.num_parameters()}
-    return size | shape | layout | {"predict": capacity.forecast.as_dict()}
+    return {"parameters": model.num_parameters()} | shape | layout | {"predict": largest.as_dict()}

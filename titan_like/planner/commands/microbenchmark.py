@@ -190,7 +190,7 @@ def measure(device: torch.device, name: str) -> tuple[Profile, list[str]]:
     bandwidth = _memory_bandwidth(machine)
     machine.show("GEMMs")
     products = {dtype: _products(machine, dtype) for dtype in dict.fromkeys(("float32", main))}
-    peaks = {dtype: max(map(_flops_per_second, timed)) for dtype, timed in products.items()}
+    peaks = {dtype: max(run.operators.flops / run.seconds for run in timed) for dtype, timed in products.items()}
     if "bfloat16" in peaks:
         peaks["float16"] = peaks["bfloat16"]
     machine.show("links")
@@ -230,10 +230,6 @@ def _products(machine: Machine, dtype: str) -> list[Timed]:
     """The forward and backward passes of linear layers: three products each."""
     shapes = [((tokens, inputs), (outputs, inputs)) for tokens, inputs, outputs in machine.products]
     return [machine.timed(_both_passes(machine, dtype, F.linear, *operands)) for operands in shapes]
-
-
-def _flops_per_second(products: Timed) -> float:
-    return sum(count * gemm.flops for gemm, count in products.operators.gemms.items()) / products.seconds
 
 
 def with_products(profile: Profile, products: list[Timed], dtype: str) -> Profile:
@@ -278,21 +274,21 @@ def _memory_efficiency(machine: Machine, dtype: str, ideal: Profile) -> float:
     They are timed one by one, not as the rest of a whole layer's time: a short run is more likely to find a moment in
     which nothing else runs.
     """
+
+    def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, scale.shape, scale, scale)
+
     efficiencies = []
     for samples, seq_len, hidden, _ in machine.layers:
         tokens = samples * seq_len
         x = torch.ones(tokens, hidden, device=machine.device, dtype=getattr(torch, dtype))
-        runs = [(2, _both_passes(machine, dtype, _norm, (tokens, hidden), (hidden,)))]
+        runs = [(2, _both_passes(machine, dtype, norm, (tokens, hidden), (hidden,)))]
         runs.append((1, _both_passes(machine, dtype, partial(F.gelu, approximate="tanh"), (tokens, 4 * hidden))))
         runs.append((4, partial(torch.add, x, x)))
         timed = [(count, machine.timed(run, times=4)) for count, run in runs]
         predicted = sum(count * result.predicted(dtype, ideal) for count, result in timed)
         efficiencies.append(predicted / sum(count * result.seconds for count, result in timed))
     return min(1.0, statistics.geometric_mean(efficiencies))  # caches may beat the memory that updates go through
-
-
-def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, scale.shape, scale, scale)
 
 
 def _links(machine: Machine) -> list[Measurement]:

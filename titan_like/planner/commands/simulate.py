@@ -8,19 +8,9 @@ from pathlib import Path
 
 from titan_like.config.errors import ConfigError, require
 from titan_like.config.options import OptionParser
+from titan_like.metrics import timeline_report as report
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
 from titan_like.metrics.timeline_plot import check_picture, draw
-from titan_like.metrics.timeline_report import (
-    LEGEND,
-    PartOfSteps,
-    differences,
-    figures,
-    headline,
-    lanes,
-    milliseconds,
-    parts_of,
-    sentences,
-)
 from titan_like.planner.commands.outcome import Outcome, add_profile, does_not_fit, read_run
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import Profile
@@ -45,23 +35,21 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     check_picture("--picture", options.picture)
     forecast = predict(*read_run(options, settings)[:2])
     predicted = timeline(forecast.work, forecast.profile)
-    drawn_step, note = predicted, ""
-    if not (options.whole or options.measured):
-        drawn_step, note = ends_of(forecast.work, forecast.profile, predicted)
-    steps = [("predicted", drawn_step)]
-    compared: list[PartOfSteps] = []
+    steps, compared, note = {"predicted": predicted}, list[report.PartOfSteps](), ""
     if options.measured is not None:
-        measured = measured_timeline(options.measured, predicted)
-        steps.append(("measured", measured))
-        compared = differences(predicted, measured)
+        steps["measured"] = measured_timeline(options.measured, predicted)
+        compared = report.differences(predicted, steps["measured"])
+    titles = {name: report.headline(step) for name, step in steps.items()}
+    if not (options.whole or options.measured):
+        steps["predicted"], note = ends_of(forecast.work, forecast.profile, predicted)
     if options.picture is not None:
-        titles = {"predicted": headline(predicted) + note} | ({"measured": headline(steps[1][1])} if compared else {})
-        draw([(f"{name}: {titles[name]}", step) for name, step in steps], Path(options.picture))
-    origin = f"{headline(predicted)}; profile {forecast.profile.name} on {forecast.profile.device.name}"
-    summary, parts = figures(predicted), parts_of(predicted)
-    lines = [origin, *drawn(steps, options.width), LEGEND]
-    lines += [note.removeprefix("; ")] if note else []
-    lines += sentences(summary, parts)
+        suffix = f"; {note}" if note else ""
+        draw([(f"{name}: {titles[name]}{suffix}", step) for name, step in steps.items()], Path(options.picture))
+    summary, parts = report.figures(predicted), report.parts_of(predicted)
+    lines = [f"{titles['predicted']}; profile {forecast.profile.name} on {forecast.profile.device.name}"]
+    lines += [*drawn(steps, options.width), report.LEGEND]
+    lines += [note] if note else []
+    lines += report.sentences(summary, parts)
     lines += table(compared) if compared else []
     lines += does_not_fit(forecast)
     result = {
@@ -90,8 +78,8 @@ def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[Step
         if event.action.microbatch >= p:
             later = event.action._replace(microbatch=event.action.microbatch + rounds * p)
             step.passes[number] = event._replace(action=later)
-    duration = milliseconds((whole.seconds - step.seconds) / rounds)
-    return step, f"; left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {duration} ms each"
+    duration = report.milliseconds((whole.seconds - step.seconds) / rounds)
+    return step, f"left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {duration} ms each"
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
@@ -100,29 +88,29 @@ def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
         step = read_trace(Path(path))
     except ValueError as error:
         raise ConfigError("--measured", path, f"{error}; give a step-N.json that the trainer wrote") from None
-    given, expected = (headline(candidate).split(";")[0] for candidate in (step, predicted))
+    given, expected = (report.headline(candidate).split(";")[0] for candidate in (step, predicted))
     require(given == expected, "--measured", path, f"has {given}; the run has {expected}")
     return step
 
 
-def drawn(steps: list[tuple[str, StepTimeline]], width: int) -> list[str]:
+def drawn(steps: dict[str, StepTimeline], width: int) -> list[str]:
     """Lanes of all steps on one time axis."""
-    end = max(step.seconds for _, step in steps)
+    end = max(step.seconds for step in steps.values())
     lines = []
-    for name, step in steps:
+    for name, step in steps.items():
         if len(steps) > 1:
             lines.append(name)
-        lines += [f"rank {rank:3d} |{lane}" for rank, lane in enumerate(lanes(step, width, end))]
-    last = f"{milliseconds(end)} ms"
+        lines += [f"rank {rank:3d} |{lane}" for rank, lane in enumerate(report.lanes(step, width, end))]
+    last = f"{report.milliseconds(end)} ms"
     return [*lines, f"{'':10}0{last:>{width - 1}}"]
 
 
-def table(parts: list[PartOfSteps]) -> list[str]:
+def table(parts: list[report.PartOfSteps]) -> list[str]:
     """Predicted next to measured, with the difference in ms and as a share of the measured step."""
     total = parts[-1].measured
     lines = [f"{'ms, mean of the ranks':24s}{'predicted':>12s}{'measured':>12s}{'difference':>12s}{'of the step':>13s}"]
     for name, predicted, measured in parts:
         difference = predicted - measured
-        numbers = "".join(f"{milliseconds(value):>12s}" for value in (predicted, measured, difference))
+        numbers = "".join(f"{report.milliseconds(value):>12s}" for value in (predicted, measured, difference))
         lines.append(f"{name:24s}{numbers}{difference / total:>+12.1%}")
     return lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 from titan_like.planner.trace.program import EXPERTS_END, Moment, Segment, fullest
@@ -38,19 +37,12 @@ class Storages(NamedTuple):
     views: Mapping[int, Mapping[View, int]]  # bytes of each view that backward passes read
 
 
-class Compiled(NamedTuple):
-    """What a compiler, and offload, make of the events of a trace, by segment."""
-
-    events: list[Event]
-    moved: dict[int, list[int]]  # bytes of each storage that goes to the host's memory
-
-
 def events_as_compiled(
     events: list[Event],
     compiled: Collection[int],
     storages: Storages,
-    offloaded: Mapping[int, Iterable[int]] = MappingProxyType({}),
-) -> Compiled:
+    offloaded: Mapping[int, Iterable[int]],
+) -> tuple[list[Event], dict[int, list[int]]]:
     """The events, with some segments' events changed to what they are if a compiler makes a graph of each pass.
 
     torch's min-cut partitioner does not keep for the backward pass what pointwise operators can compute again from
@@ -58,7 +50,7 @@ def events_as_compiled(
     kernel which computes it reads is never in memory.
 
     ``compiled`` names these segments; the events are in the order of the operators. ``offloaded`` gives the storages
-    that a segment moves to the host's memory, if they stay for the backward pass.
+    that a segment moves to the host's memory, if they stay for the backward pass. The second result has their bytes.
     """
     ends = {event.storage: event for event in events if event.bytes < 0}
     sizes = {event.storage: event.bytes for event in events if event.bytes > 0}
@@ -89,7 +81,7 @@ def events_as_compiled(
             absent.add(event.storage)
         elif event.bytes > 0 or event.storage not in absent:
             compiled_events.append(event)
-    return Compiled(compiled_events, moved)
+    return compiled_events, moved
 
 
 def _recomputed(storages: Storages, sizes: Mapping[int, int], stay: set[int], written: set[int]) -> set[int]:

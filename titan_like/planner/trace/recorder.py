@@ -225,11 +225,11 @@ class Recorder(TorchDispatchMode):
             if self._used_in[storage] == {number} and storage not in self._gradients
         }
         storages = Storages(self._sources, self._needed, inside, self._views)
-        compiled = events_as_compiled(self.events, self.compiled, storages, self._offloaded)
-        for index, sizes in compiled.moved.items():
+        events, moved = events_as_compiled(self.events, self.compiled, storages, self._offloaded)
+        for index, sizes in moved.items():
             for part, kind in ((self.segments[index].forward, "to_host"), (self.segments[index].backward, "from_host")):
                 part.collectives[Collective(kind, HOST, False)] = len(sizes), sum(sizes)
-        fill_in_levels(self.segments, compiled.events, self._gradients)
+        fill_in_levels(self.segments, events, self._gradients)
         for number, (owner, recomputed, reads, writes) in enumerate(self._fused):
             if reads or writes:
                 left = sum(size for storage, size in writes.items() if self._used_in[storage] - {number})
