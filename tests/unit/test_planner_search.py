@@ -202,6 +202,7 @@ def test_uneven_stages_that_are_fixed_stay():
         (["--model.flavor=7.5b", "--training.global_batch_size=7"], 37, "global_batch_size"),
         (["--model.flavor=gpt3_175b", "--training.global_batch_size=8"], 1, "no layout of"),
         (["--model.flavor=7.5b", "--training.dtype=float32", "--training.reduce_dtype=bfloat16"], 8, "reduce_dtype"),
+        (["--job.config_file=race"], 2, 'sentence_head = "choice": layouts are not searched'),
     ],
 )
 def test_no_layout_is_one_sentence(settings, gpus, named):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from titan_like.models.config import NUM_OPTIONS
 from titan_like.planner.cost import EXPERTS, MESSAGES, Groups, Kernels, attention_time, collective_time, gemm_rate
 from titan_like.planner.data_parallel import gathers_every_pass, reduces_every_pass
 from titan_like.planner.profile import Profile
@@ -57,16 +56,15 @@ def _of_one_sample(group: Workload, profile: Profile) -> tuple[float, float, boo
 
     The third value: whether every layer keeps as many.
     """
-    samples = NUM_OPTIONS if "choice" in group.model.predictions else 1  # as few as a microbatch can have
-    probe = group._replace(micro_batch_size=samples, global_batch_size=2 * samples, shard=1, replicate=1, zero_stage=0)
-    probe = probe._replace(pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1, stage_layers=None)
+    probe = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
+    probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
     if probe not in profile.seconds:
         seconds, kept, kernels = 0.0, list[int](), Kernels(probe.dtype, probe.compiled)
         for stage in pipeline_program(probe, estimate).stages:
             kept += [segment.kept for segment in stage.layers]
             for segment, is_layer, count in stage.counts:
                 seconds += count * least_seconds(segment, is_layer, stage.groups, kernels, profile)
-        profile.seconds[probe] = seconds / samples, sum(kept) / samples, len(set(kept)) == 1
+        profile.seconds[probe] = seconds, sum(kept), len(set(kept)) == 1
     return profile.seconds[probe]
 
 

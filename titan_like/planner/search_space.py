@@ -15,7 +15,7 @@ from functools import cache
 from math import gcd, prod
 from typing import Any
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import ConfigError, require
 from titan_like.config.load import edit, setting
 from titan_like.config.schema import JobConfig
 from titan_like.models.config import TransformerConfig
@@ -70,7 +70,12 @@ class Space:
     def __init__(
         self, config: JobConfig, model: TransformerConfig, num_gpus: int, fixed: frozenset[str] = frozenset()
     ) -> None:
-        """Collect the choices. `groups` raises ConfigError if the fixed keys leave no layout."""
+        """Collect the choices. `groups` raises ConfigError if the fixed keys leave no layout.
+
+        Raises a `ConfigError` for multiple choice, whose microbatches are whole questions.
+        """
+        hint = 'layouts are not searched for multiple choice; search with "pair" (data.sentence_objective) instead'
+        require("choice" not in model.predictions, "model.overrides.sentence_head", "choice", hint)
         self.model, self.num_gpus, self.fixed = model, num_gpus, fixed
         if STAGE_SIZES not in fixed:
             config = edit(config, {STAGE_SIZES: None})
