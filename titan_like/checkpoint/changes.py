@@ -1,7 +1,5 @@
 """Changes of settings and of the schedule when a run resumes from a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

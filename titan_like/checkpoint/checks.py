@@ -1,7 +1,5 @@
 """Checks before a run starts: its folders are writable, and a checkpoint belongs to the run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Tensors of a run by their names in a checkpoint, and loading them in any layout or one by one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Reads untrusted sharded checkpoints: only objects of tensor metadata are ever constructed."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from dataclasses import fields, is_dataclass

@@ -9,8 +9,6 @@ On object storage, which has no rename, it is complete while it has ``run.json``
 first. Hugging Face folders of a run are completed in the same way, with ``config.json``.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -7,8 +7,6 @@ training. Bandwidths are defined as in nccl-tests. The planner reads the file th
 python scripts/plan.py predict --profile P --links FILE.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

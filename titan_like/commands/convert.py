@@ -4,8 +4,6 @@ python scripts/convert.py to-hf --checkpoint outputs/debug_gpt --output my_model
 python scripts/convert.py from-hf --input my_model --output outputs/imported
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

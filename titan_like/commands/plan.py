@@ -13,8 +13,6 @@ Each command has a --help. Exit codes: 0 done; 1 if the run does not fit into me
 number of nodes (capacity); 2 bad input.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

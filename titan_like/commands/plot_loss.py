@@ -5,8 +5,6 @@ Prints the curve and, if matplotlib is installed, draws it with validation curve
 differ.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

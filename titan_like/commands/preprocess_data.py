@@ -8,8 +8,6 @@ load_dataset(folder, split="train") or load_from_disk, or whole if it has no spl
 command continues where it stopped. Megatron-LM can read the result.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

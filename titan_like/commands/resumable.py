@@ -4,8 +4,6 @@ Exits with 0 if the run stopped before its last step and has a checkpoint to res
 cannot resume, with 2 after bad input. It has the arguments of train.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from titan_like.checkpoint.step_folders import is_resumable

@@ -8,8 +8,6 @@ a result. An interrupted search continues where it stopped. In a Slurm job, tria
 Exit codes: 0 done, 1 no layout trained, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -3,8 +3,6 @@
 --job.dry_run true only prints one rank's memory, communication and computation; --json PATH also writes them to a file.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from functools import partial

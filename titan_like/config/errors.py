@@ -1,7 +1,5 @@
 """The exceptions that end a command with one sentence instead of a traceback."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import json

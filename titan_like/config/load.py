@@ -1,7 +1,5 @@
 """Command line + TOML file → JobConfig. No other code in the project reads argv or the TOML of a run."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -1,7 +1,5 @@
 """The settings of a run's log, health checks, profiles, validations and checkpoints."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Annotated, ClassVar, Literal
 

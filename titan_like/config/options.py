@@ -1,7 +1,5 @@
 """Command-line options of scripts, in addition to the run's settings."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

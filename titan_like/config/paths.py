@@ -1,7 +1,5 @@
 """Paths in settings, and the settings files that they name: parsing TOML, and writing it."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -4,8 +4,6 @@ Limits are far above any real run. They refuse a typo before it fills the memory
 whether this machine can run the job.
 """
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Other projects' names for the settings, for messages about unknown keys: the table is synonyms.toml."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -5,8 +5,6 @@ new field is a line in `Batch`, set by a dataset or an objective, and read by a 
 a NamedTuple that has the fields of `Batch` and more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The interface of every dataset: samples by index, and a fingerprint."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """EleutherAI's evaluation harness (the package lm_eval) on a checkpoint in any layout."""
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Loading a checkpoint or a Hugging Face folder for inference, in one process or in the layout of a configuration."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sampling text from a model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

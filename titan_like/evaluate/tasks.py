@@ -1,7 +1,5 @@
 """The tasks by name: how their files become windows, and how they are opened from the settings that name them."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Converting a Hugging Face folder to a checkpoint that has only weights, and a checkpoint to such a folder."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from importlib.metadata import version

@@ -4,8 +4,6 @@ No code in the folder is executed, and its texts cannot name files outside it. S
 caches of transformers consist of them. A folder that is inconsistent is refused before any tensor is read.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import re

@@ -4,8 +4,6 @@ A checkpoint has these files next to its tensors: `hugging_face.json` with the s
 generation_config.json and the tokenizer's files under their own names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable
 from contextlib import suppress

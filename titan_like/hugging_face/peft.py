@@ -1,7 +1,5 @@
 """Adapters in PEFT's folders, the weights that they were trained on, and both merged."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`model.from`: settings that follow from the folder that a run starts from, and reading that folder's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Writing a run's tokenizer as files that transformers' AutoTokenizer loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable

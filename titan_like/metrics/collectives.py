@@ -5,8 +5,6 @@ buffer's, which for an all-gather is the result; the bus bandwidth is what each 
 whatever their number is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The log line, short or in Megatron-LM's format, and a progress bar if stdout is a terminal."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import deque

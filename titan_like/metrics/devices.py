@@ -4,8 +4,6 @@ MFU, the planner and the dry run use the figures of devices.toml, which names th
 its own device.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """The device of this process: name, peak rate, memory used."""
 
-from __future__ import annotations
-
 import resource
 import sys
 

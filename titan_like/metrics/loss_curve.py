@@ -1,7 +1,5 @@
 """Loss curves of runs, as a picture and as text for a terminal."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

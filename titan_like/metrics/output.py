@@ -1,7 +1,5 @@
 """Standard streams that never raise, so that a closed terminal does not end training."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """The name and the configuration of a run, as trackers show them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from contextlib import suppress

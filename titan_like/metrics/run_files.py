@@ -1,7 +1,5 @@
 """Metrics files of the runs in a folder: metrics.jsonl of the current run, metrics.1.jsonl, … of earlier ones."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

@@ -3,8 +3,6 @@
 It is stored as a trace for ui.perfetto.dev or chrome://tracing ("Trace Event Format"), together with its fields.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field

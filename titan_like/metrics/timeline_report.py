@@ -1,7 +1,5 @@
 """A step's timeline in figures and text: bubble, slowest stage, a lane per rank, and the differences of two steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from io import StringIO

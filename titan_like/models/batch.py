@@ -1,7 +1,5 @@
 """The inputs of a model, a batch of samples, and of its layers, a context; both have named fields."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

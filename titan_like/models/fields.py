@@ -1,7 +1,5 @@
 """Fields of config.json. One object reads and writes each, so that import and export cannot disagree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ All layers of a kind are alike, so counting one is enough. Each shape is built o
 torch, so `TransformerConfig` imports it only when something is counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Shapes with a given number of parameters, in the proportions of a flavor and with the depth of its family."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import log
 

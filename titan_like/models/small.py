@@ -1,7 +1,5 @@
 """A small model that computes what a large one does, in kind."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The base class of all families, which is the only interface to a model that the rest of the project uses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Adafactor (arXiv 1804.04235) on sharded parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ For a weight with a 16-bit gradient and copy an update moves 28 bytes: it reads 
 all but the gradient. To convert and multiply gradients, update and copy one after the other would take 48.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol

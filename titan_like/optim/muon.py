@@ -1,7 +1,5 @@
 """Muon (https://kellerjordan.github.io/posts/muon, arXiv 2502.16982) on sharded parameters, with AdamW for the rest."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A rule is a function from parameter groups to an optimizer. The groups have the 
 with its ``weight_decay`` and the ``names`` of its parameters. docs/optimizers.md shows how to add a rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of update rules and what they refer to. Nothing is imported before it is used, torch included."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 
 from titan_like.config.entry_points import RULES, find_entry

@@ -5,8 +5,6 @@ A layer's experts are one parameter, a stack of matrices [matrices · rows, colu
 each matrix that it has a part of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Size of an optimizer's state for a parameter, measured after an update."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Activation checkpointing: the backward pass recomputes what the forward pass did not save."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The axes of a layout, each with the configuration without it. `verify` leaves them out in turn to find a fault."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

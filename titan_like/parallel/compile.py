@@ -4,8 +4,6 @@ Where ranks exchange rows of experts, there are a few: before, between and after
 of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -11,8 +11,6 @@ by one. Positions, masks and labels are sharded like the tokens, so ranks differ
 | ring | pass keys and values on, size - 1 times | | its queries, one rank's keys at a time |
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

@@ -5,8 +5,6 @@ and it runs no Python: what the passes read and write must stay where it was whe
 the same as without a graph, because a graph takes the generator's seed and offset when it is launched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -14,8 +14,6 @@ precision it computes with `ComputeCopies`.
 | 3 | the same | all-gather parameters twice, reduce-scatter gradients | |
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import NamedTuple
 

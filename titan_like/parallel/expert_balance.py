@@ -5,8 +5,6 @@ microbatches have been routed, so the auxiliary loss takes the loads of the step
 once a step, in integers, and are part of a checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The one way in which an axis alters what a module computes (docs/architecture.md)."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -10,8 +10,6 @@ magnitude over all their shards, so each casts its shard as one process would ca
 by itself: its matrix, and the rows of each microbatch that are sent to it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ a small model's kernels. Both compute the same: the forward pass uses weights in
 over microbatches in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from itertools import compress

@@ -8,8 +8,6 @@ part of W x, nothing more is sent in a pass, and the gradient of what is whole i
 A fused projection is several matrices in Hugging Face's files. Each of these has its own A and B, as with PEFT.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

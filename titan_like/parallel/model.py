@@ -4,8 +4,6 @@ Several pipeline stages may hold copies of one parameter: of tied embeddings, or
 begin with the same value, and the sum of their gradients updates each of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ activations where this one holds 8, because torch's runtime allocates the receiv
 start of a step (docs/architecture.md).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The assignment of layers to pipeline stages and to units of communication. Pure functions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Each family's module `sharding` lists, as plain data, which modules are split an
 | sequence parallelism | 1/tp of the sequence | 2 all-gathers, 2 reduce-scatters | 2 reduce-scatters, 2 all-gathers |
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 

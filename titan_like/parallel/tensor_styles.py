@@ -9,8 +9,6 @@ Between layers, activations are [batch, seq, hidden] and equal on every rank. Wi
 [batch, seq / ranks, hidden], and each rank has a contiguous part of the sequence.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 On a GPU they are CUDA events, recorded between kernels and read after the step, so the host never waits during it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

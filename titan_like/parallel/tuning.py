@@ -1,7 +1,5 @@
 """Sizes of the pieces in which a run works, communicates and draws its initial weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from titan_like.models.layers.init import BLOCK_ELEMENTS

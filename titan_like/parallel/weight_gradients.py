@@ -5,8 +5,6 @@ second part consists of the products of each linear layer's input and output gra
 and embeddings) stay in the first part. Activations are recomputed only once, in the first part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Context parallelism lets `AttentionCore` alone see other ranks' positions, and s
 else that mixes positions, such as a convolution or a mean, would compute from the part that a rank happens to have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any

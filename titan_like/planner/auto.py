@@ -1,7 +1,5 @@
 """Layouts in words, why one is slower than another, and the choice of a run's layout when it starts."""
 
-from __future__ import annotations
-
 import torch
 
 from titan_like.config.errors import ConfigError

@@ -4,8 +4,6 @@ A profile's own band comes from rows left out of its fit. It is wider where a pr
 fitted on. benchmarks/bands.py measures by how much: it fits profiles without all rows of a kind, and predicts these.
 """
 
-from __future__ import annotations
-
 import math
 
 from titan_like.planner.profile import Profile

@@ -4,8 +4,6 @@ The closer a bound is, the longer it takes: `least_group_seconds` and `least_byt
 that share it; `least_step_seconds` has the layout's own passes, and leaves out only what the schedule adds to them.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from titan_like.planner.cost import EXPERTS, MESSAGES, Groups, Kernels, attention_time, collective_time, gemm_rate

@@ -6,8 +6,6 @@ Gradients are reduced in every backward pass under ZeRO 2 and 3, otherwise in th
 2304.11277). Without FSDP2, a process in a 16-bit type computes with `ComputeCopies` of its weights.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

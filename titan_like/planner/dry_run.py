@@ -4,8 +4,6 @@ The settings pass the checks of a real run. The process's stages are built by th
 torch's fake process group, where tensors have shapes but no memory. What happens in a step is composed from a trace.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """A dry run as a page of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby

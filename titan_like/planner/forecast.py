@@ -1,7 +1,5 @@
 """Compare the planner's step time and memory with the measured ones, once in a run."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A profile with the links that bench_comm.py has measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

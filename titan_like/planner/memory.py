@@ -4,8 +4,6 @@
 fullest moment is the largest product of the two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -6,8 +6,6 @@ recomputation); ``gpu``, its name; and perhaps ``gpus``, ``model`` and ``source`
 one. Its runs of other trainers, whose ``side`` is not "ours", and cases that did not run are left out.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ pass by pass. So layouts come out in the exact order of their times, and the man
 never computed.
 """
 
-from __future__ import annotations
-
 import gc
 import heapq
 import itertools

@@ -6,8 +6,6 @@ are shared by any number of processes that their rules allow. Processes share lo
 4,096 tokens of one, and fewer where the configuration says so.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import fields, replace

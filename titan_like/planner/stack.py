@@ -1,7 +1,5 @@
 """The stack profile of a run: which one it is, and how our own trainer and the run's cluster change it."""
 
-from __future__ import annotations
-
 from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.devices import Device, find_device

@@ -4,8 +4,6 @@ The trace knows activations. This module adds weights, which data parallelism ga
 benchmarks/trace_memory.py compares the result with whole steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate

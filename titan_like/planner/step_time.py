@@ -1,7 +1,5 @@
 """Seconds of one optimizer step by what takes them: traced passes in the order of the trainer's schedule tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

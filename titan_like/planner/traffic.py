@@ -5,8 +5,6 @@ gradients, gathers of weights, and messages between pipeline stages. Sums of sin
 are left out.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Seconds and memory of the optimizer's update."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache

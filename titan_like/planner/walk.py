@@ -6,8 +6,6 @@ is. `occupancy` counts it, whatever the model, and keeps the moments that may be
 schedule repeats itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple

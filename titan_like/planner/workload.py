@@ -1,7 +1,5 @@
 """The planner's input: a model, a batch and a layout."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from titan_like.config.errors import ConfigError

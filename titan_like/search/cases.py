@@ -1,7 +1,5 @@
 """What a search measures: the layouts of a grid or the planner's best ones, and its profile of a CPU."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import platform

@@ -1,7 +1,5 @@
 """What a search has found: the table, the files, the picture, and how well the planner ranks the layouts."""
 
-from __future__ import annotations
-
 import csv
 import io
 import shlex

@@ -1,7 +1,5 @@
 """Measures one layout after the other, stores each result, and resumes a search that was interrupted."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -41,8 +41,6 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 Functions import what they need when they are called: planning must not load what only training uses.
 """  # noqa: E501
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The environment variables that describe a job's processes. No torch here, so that mistakes are reported at once."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

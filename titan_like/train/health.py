@@ -4,8 +4,6 @@ The device decides whether a step is bad, from numbers that are equal on every r
 and counts.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

@@ -5,8 +5,6 @@ left, which is then too small for the same buffer of the next step. glibc takes 
 so a spare hole of medium size keeps small blocks out of the large ones.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

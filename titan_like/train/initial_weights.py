@@ -1,7 +1,5 @@
 """Weights from a checkpoint or a Hugging Face folder with which a new run begins."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from functools import partial

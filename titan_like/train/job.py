@@ -1,7 +1,5 @@
 """Runs one process of a training job, from rendezvous to exit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Rules about layouts and models. Each raises a `ConfigError` with a hint if it is broken."""
 
-from __future__ import annotations
-
 from titan_like.config.errors import refuse, require
 from titan_like.config.schema import JobConfig
 from titan_like.data.loading.batch_size import rampup_batch_sizes

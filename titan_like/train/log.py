@@ -1,7 +1,5 @@
 """What a run prints and writes about itself: messages at its start, log lines, metrics, validations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """What holds a GPU's memory: snapshots on request, and an account of it when memory runs out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The microbatches that a process trains or validates on, and counts over the global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple

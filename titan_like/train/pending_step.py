@@ -1,7 +1,5 @@
 """A step that the host has issued. On a GPU it may not have run yet, so its numbers are read later."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Each check raises a `ConfigError` with a hint if its rule is broken.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Seeds of the random generators: what dropout draws follows from seed, step and rank alone."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 

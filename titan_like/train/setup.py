@@ -1,7 +1,5 @@
 """The checks of a run that can be made before a process group exists."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

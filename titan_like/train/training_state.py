@@ -1,7 +1,5 @@
 """The state of a run (weights, optimizer, counters, data cursor), and how it is saved and resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ configuration with their own loaders: without data workers, with them, and resum
 model is the small run's, because it computes nothing.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from contextlib import closing
 from itertools import islice

@@ -6,8 +6,6 @@ Recomputation must draw the forward pass's masks again. Each process drops its s
 and scales up what it keeps, at every site where one process drops.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One process of a layout: the trainer runs its own loop, and everything it does is compared with the reference."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from contextlib import AbstractContextManager, nullcontext

@@ -4,8 +4,6 @@ Processes are forked from a server that has imported everything, so a group star
 the process that started them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -13,8 +13,6 @@ In 16-bit dtypes rounding would also send tokens to other experts, so there the 
 (`titan_like.verify.routers`).
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 On such samples a mean of means is not the mean over all tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast

@@ -1,7 +1,5 @@
 """From a small run to a verdict: compute the reference, run the layout, compare, and locate what differs."""
 
-from __future__ import annotations
-
 import math
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Watch what a trainer does in each step, through its hooks. The reference and all layouts are watched in one way."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import signal

@@ -13,8 +13,6 @@ after the marks are compared:
 Places are counted from the end of the text: a mark may change the text before it, but not after it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

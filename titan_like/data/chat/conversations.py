@@ -6,8 +6,6 @@ all samples in an order that depends on the seed. A sample has the start of each
 and positions stay within it. Only the tokens of answers are labels. A conversation longer than a sample is truncated.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from functools import cached_property
 

@@ -11,8 +11,6 @@ first message. Lists and objects may be given as JSON text. A field such as ``"w
 loss; in a record, it may be a list with a value for each message.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import dataclass

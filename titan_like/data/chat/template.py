@@ -14,8 +14,6 @@ calls, after the generation prompt (found by `titan_like.data.chat.answers`), wi
   Without an end token, a model would generate up to the limit.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

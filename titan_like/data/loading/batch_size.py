@@ -1,7 +1,5 @@
 """The global batch size of each step and the length of a run, as pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titan_like.config.errors import require

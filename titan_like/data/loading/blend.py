@@ -1,7 +1,5 @@
 """Blends: samples of several sources in fixed proportions."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What is known of a run's data before it starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from titan_like.config.entry_points import DATASETS, format_of

@@ -1,7 +1,5 @@
 """Tokens and positions of a sample, before and after the objective. Does not import torch."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from typing import NamedTuple
 

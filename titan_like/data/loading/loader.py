@@ -7,8 +7,6 @@ torchdata's `StatefulDataLoader` reads the samples, and returns the state of dat
 state, which needs the same number of workers, is not used, because the cursor alone determines the order.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Opens the dataset, or the blend of datasets, of each split of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

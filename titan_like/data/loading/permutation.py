@@ -1,7 +1,5 @@
 """Pseudo-random permutations and numbers, computed from a key one by one."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 

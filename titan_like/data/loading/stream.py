@@ -8,8 +8,6 @@ share of every shard, whatever its size, and reach the end of an epoch together.
 share: in R epochs it reads every record once.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ loss. Special tokens, such as the end of a document, are never chosen. As with M
 instead of tokens, and n-grams of up to `data.mlm_max_ngram` of them, each length n with a weight of 1/n.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -10,8 +10,6 @@ The class, 0 for the original text and 1 otherwise, is the sample's label. Token
 token type, and tokens after the last [SEP] are padding, which no token attends to.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

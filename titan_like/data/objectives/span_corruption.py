@@ -5,8 +5,6 @@ its sentinel, then the end token. As in T5's code there is no sentinel after the
 removed and the last one always is. All samples have the same lengths (`titan_like.data.loading.lengths`).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

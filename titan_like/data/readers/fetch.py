@@ -1,7 +1,5 @@
 """Local copies of files on object storage."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os

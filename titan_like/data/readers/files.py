@@ -8,8 +8,6 @@ read, not only of the most frequent one. Of tables and other records, which may 
 frequent kind is read. All text files are read too if none of them belongs to train.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

@@ -12,8 +12,6 @@ Tables are read as `datasets` reads them, except that values stay text. All but 
 gzip, bzip2, xz or Zstandard (which needs zstandard).
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import csv

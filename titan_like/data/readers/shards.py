@@ -1,7 +1,5 @@
 """Shards of a stream: local files of records, or files of a dataset on the Hugging Face hub."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

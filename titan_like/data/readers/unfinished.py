@@ -1,7 +1,5 @@
 """Files and folders that appear under their names when they are complete."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ A text may be cut before a token that does not depend on where tokenization begi
 with some context on both sides, whose tokens are dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise

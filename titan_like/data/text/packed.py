@@ -4,8 +4,6 @@ Text files become an indexed dataset in the run's cache, with an end-of-document
 each corpus and tokenizer. The process of a node that gets the lock first builds it, and all processes read it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ transformers reads them: `tokenizer_config.json`, `special_tokens_map.json`, and
 `generation_config.json` and `config.json`. If none of them names a token, well-known names are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, takewhile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers, which convert between text and token ids."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -4,8 +4,6 @@ Datasets store ids without their text, so the pre-tokenizer divides the text of 
 text, as with Llama 2, or if the vocabulary marks words itself, as WordPiece by ##, white space divides the text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The shape of a BERT model: bidirectional attention, learned positions, LayerNorm, GELU, biases, dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 

@@ -4,8 +4,6 @@ The head of the first token decides which: MaskedLM has none, PreTraining one fo
 one for answers in place of that for tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ each residual sum, and lets larger models train to a lower loss (arXiv 1909.0805
 is an option.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -3,8 +3,6 @@
 An absent field of config.json has the class's default, which is often not what published files say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Fields of config.json that only decoders have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

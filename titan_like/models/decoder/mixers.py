@@ -5,8 +5,6 @@ A mixer says how its module is built, split over tensor ranks and made small for
 ``titan_like.mixers``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A decoder: rotary positions, grouped-query attention, and MLPs that are dense or of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

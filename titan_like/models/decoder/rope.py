@@ -1,7 +1,5 @@
 """Rotary positions in config.json: `rope_theta` and `rope_scaling`, or as in transformers 5 `rope_parameters`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The decoder's tensor-parallel plan: module name → name of a style in `titan_like.parallel.tensor_styles.STYLES`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

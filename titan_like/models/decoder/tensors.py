@@ -1,7 +1,5 @@
 """Where transformers' classes store the parameters of decoders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

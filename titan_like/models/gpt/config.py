@@ -1,7 +1,5 @@
 """The shape of a GPT model: learned positions, LayerNorm, GELU, biases, dropout."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The mapping between GPT and Hugging Face's GPT2LMHeadModel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

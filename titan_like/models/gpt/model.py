@@ -1,7 +1,5 @@
 """GPT: learned positions, pre-LayerNorm, GELU, biases, dropout, tied embeddings (GPT-2, GPT-3, Megatron-LM)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Attention, multi-head or grouped-query (arXiv 1706.03762, 2305.13245), to the sequence itself or to another one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

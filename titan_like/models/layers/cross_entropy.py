@@ -7,8 +7,6 @@ gradients of cross entropy would take most of the memory of a small model with a
 time on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Initial weights as a function of (seed, parameter name), equal in every layout and on every device."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

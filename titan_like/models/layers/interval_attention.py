@@ -5,8 +5,6 @@ queries of one document, or overlap, as sliding windows do, then by memory. The 
 again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

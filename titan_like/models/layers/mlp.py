@@ -1,7 +1,5 @@
 """The feed-forward networks of transformer layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

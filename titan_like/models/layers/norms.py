@@ -1,7 +1,5 @@
 """Norms, among them those that multiply by 1 + weight, as Gemma's do."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

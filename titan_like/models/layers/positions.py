@@ -1,7 +1,5 @@
 """Position embeddings: rotary ones (arXiv 2104.09864) with Llama 3.1's frequency scaling, and T5's relative bias."""
 
-from __future__ import annotations
-
 import math
 
 import torch

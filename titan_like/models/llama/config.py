@@ -1,7 +1,5 @@
 """The shape of a Llama model: a decoder with the defaults."""
 
-from __future__ import annotations
-
 from titan_like.models.decoder.config import DecoderConfig
 
 

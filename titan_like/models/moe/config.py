@@ -1,7 +1,5 @@
 """The shape of a mixture-of-experts model: a decoder whose MLPs are experts."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from titan_like.models.decoder.config import DecoderConfig

@@ -1,7 +1,5 @@
 """The shape of a T5 model: an encoder and a decoder, relative position biases, RMSNorm, no biases, dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """The mapping between T5 and Hugging Face's T5ForConditionalGeneration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

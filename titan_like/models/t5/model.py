@@ -5,8 +5,6 @@ decoder_len, hidden], on their way through the layers: an encoder's layer change
 the second, which sees the first by cross attention. With sequence parallelism each process has its share of both parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, cast
 

@@ -1,7 +1,5 @@
 """The sends and receives between the computations of a pipeline schedule."""
 
-from __future__ import annotations
-
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.schedules.simulate import simulate, unit_time
 from titan_like.parallel.schedules.tables import Action, Table, forward_table, outcome, schedule_table

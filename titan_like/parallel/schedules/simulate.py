@@ -1,7 +1,5 @@
 """The time and memory that a pipeline schedule takes, computed without running it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple

@@ -24,8 +24,6 @@ also end a step one after the other. Here all ranks end a step together, since g
 So a bubble of p-1 forward passes remains, before the last rank starts.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple

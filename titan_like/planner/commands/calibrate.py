@@ -5,8 +5,6 @@ step times, with Huber's loss so that single bad rows do not dominate. Each cons
 that only clear data moves a constant away from its physical value.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec

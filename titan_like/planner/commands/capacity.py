@@ -6,8 +6,6 @@ whether a model fits is the layout that takes the least memory: ZeRO 3, microbat
 1F1B, and sequence parallelism wherever there is tensor parallelism. The layout named is the fastest in which it fits.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from math import ceil, inf, sqrt

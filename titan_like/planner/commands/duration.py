@@ -1,7 +1,5 @@
 """The days and the price of training on a number of tokens, at the predicted rate or at --tflops per GPU."""
 
-from __future__ import annotations
-
 import argparse
 
 from titan_like.config.errors import require

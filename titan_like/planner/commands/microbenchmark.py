@@ -8,8 +8,6 @@ on the machine only ever adds time. Several processes (torchrun) all measure at 
 counts. If a CPU has fewer cores than processes, the median run counts, because the shortest had a core for themselves.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

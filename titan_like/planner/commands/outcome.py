@@ -1,7 +1,5 @@
 """What a command of the planner returns, and the options that several commands share."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """Step time and memory of a configuration on its cluster, with breakdowns and an error band."""
 
-from __future__ import annotations
-
 import argparse
 
 from titan_like.config.options import OptionParser

@@ -1,7 +1,5 @@
 """The fastest of a run's valid layouts that fits into a number of GPUs, and why the next best are slower."""
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pipeline of one step, pass by pass, as text or picture, and next to a measured step if one is given."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

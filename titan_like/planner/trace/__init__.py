@@ -4,8 +4,6 @@
 `titan_like.parallel.apply`, so whatever the recipe does is in the trace.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Levels of memory: what each segment of a trace keeps, and the fullest moments of its passes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import cache

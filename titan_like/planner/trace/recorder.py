@@ -1,7 +1,5 @@
 """Sorts every operator of a traced microbatch into its segment and pass, and follows the storages that are alive."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable

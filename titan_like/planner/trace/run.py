@@ -1,7 +1,5 @@
 """Runs the recipe on fake tensors for one microbatch: one layer of each kind and the two ends."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ for a router's loads, which fake tensors do not have. The stand-ins have the inp
 memory of a GPU's kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
