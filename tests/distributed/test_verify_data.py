@@ -34,6 +34,12 @@ READS_ON = """
         return super().__getitem__(self.read - 1)
 """
 VALIDATION_READS_ON = READS_ON.replace("(self.read - 1)", '(self.read - 1 if self.request.split != "train" else index)')
+# One that is shorter on several processes.
+ENDS_EARLY = """
+    def __len__(self) -> int:
+        is_whole = self.request.split == "train" or os.environ["WORLD_SIZE"] == "1"
+        return len(self.numbers) if is_whole else 8
+"""
 # A dataset that waits before the first sample that a process reads.
 SLOW = """
     seconds = [1.2]
@@ -50,9 +56,9 @@ SETTINGS += ["--data.reset_attention_mask", "true", "--data.reset_position_ids",
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package with the page's dataset, and with others that differ from it."""
     folder, entries = tmp_path_factory.mktemp("sums"), SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1]
-    others = {"reads_on": READS_ON, "validation_reads_on": VALIDATION_READS_ON, "slow": SLOW}
+    others = {"reads_on": READS_ON, "validation_reads_on": VALIDATION_READS_ON, "ends_early": ENDS_EARLY, "slow": SLOW}
     for name, methods in {"sums": "", **others}.items():
-        (folder / f"{name}.py").write_text(f"import time\n{SHOWN_CLASS}{methods}")
+        (folder / f"{name}.py").write_text(f"import os\nimport time\n{SHOWN_CLASS}{methods}")
     entries += "".join(f'{name} = "{name}:Sums"\n' for name in others)
     install(folder, "sums", "titan_like.datasets", entries)
     return folder
@@ -115,8 +121,10 @@ def test_waiting_for_a_slow_dataset_is_no_deadlock(folder: Path, monkeypatch: py
          "data rank 0 of 2, step 1, microbatch 1: reads samples [2, 3], not [4, 5]"),
         ("validation_reads_on", None, "one_process",
          "data rank 0 of 2, step 1 of validation, microbatch 1: reads samples [2, 3], not [4, 5]"),
+        ("ends_early", None, "data_parallel",
+         "data rank 0 of 2: reads 2 microbatches of validation, not 8"),
     ],
-    ids=["ranks", "workers", "resume", "index ignored", "validation"],
+    ids=["ranks", "workers", "resume", "index ignored", "validation", "shorter"],
 )  # fmt: skip
 def test_a_fault_is_named_by_rank_worker_and_step(
     folder: Path,

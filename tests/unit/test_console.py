@@ -71,6 +71,10 @@ def test_line_is_the_contract_s():
     assert line(record()) == f"{CONTRACT} MFU: 15.6% | memory: 21.3 GiB |"
 
 
+def test_mfu_is_left_out_where_the_peak_is_unknown():
+    assert line(record(throughput=UNKNOWN_PEAK)) == f"{CONTRACT} memory: 21.3 GiB |"
+
+
 def rated(seconds, tflops, mfu, **changes):
     return record(step_time_s=seconds, throughput=replace(RATES, tflops_per_device=tflops, mfu_model=mfu), **changes)
 

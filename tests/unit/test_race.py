@@ -40,6 +40,13 @@ def arguments(race: Path, settings: dict[str, object]) -> list[str]:
     return [f"--{key}={value}" for key, value in whole.items()]
 
 
+def test_splits_have_fingerprints_of_their_own(race: Path, tmp_path: Path) -> None:
+    section = Data(dataset="race", paths=[str(race)], tokenizer=str(race / "tokenizer.json"))
+    requests = [DataRequest(section, split, SEQ, 5, len(VOCABULARY), tmp_path) for split in ("train", "validation")]
+    one, other = map(open_source, requests)
+    assert one.fingerprint != other.fingerprint
+
+
 def test_long_questions_and_passages_are_cut_as_megatron_lm_cuts_them(tmp_path: Path) -> None:
     record = {
         "article": "  a long\n\npassage .\t" * 200,

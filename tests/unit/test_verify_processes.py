@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.e2e.scripts import install
+from titan_like.config.entry_points import is_added
 from titan_like.data.batch import map_tensors
 from titan_like.data.loading.lengths import sample_length
 from titan_like.verify import processes
@@ -130,6 +131,17 @@ def test_the_place_is_in_a_package_that_adds_to_this_one(tmp_path: Path, monkeyp
     with pytest.raises(ValueError) as error:
         map_tensors(importlib.import_module("lines").read, torch.zeros(1))
     assert error_in(printed(error.value)).endswith(f" ({tmp_path}/lines.py:5)")
+
+
+def test_a_module_that_has_the_name_of_such_a_package_is_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("utils", "lines"):
+        install(tmp_path, name, "titan_like.datasets", f'{name} = "{name}:Lines"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "lines" / "lib")
+    assert is_added(f"{tmp_path}/utils.py") and is_added(f"{tmp_path}/lines/data.py")
+    assert not is_added(torch.utils.data.__file__) and not is_added(f"{tmp_path}/lines/lib/json/decoder.py")
 
 
 def test_without_a_traceback_there_is_no_error() -> None:

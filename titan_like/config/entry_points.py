@@ -83,7 +83,10 @@ def names_of(key: str, with_built_in: bool = True) -> list[str]:
 
 def is_added(file: str) -> bool:
     """Whether a module's file is, by its path, in the package of one of other packages' objects."""
-    names = Path(file.rpartition("-packages/")[2]).with_suffix("").parts
+    path = Path(file).with_suffix("")
+    roots = [root for root in map(Path, filter(None, sys.path)) if path.is_relative_to(root)]
+    # Of a file that an import hook found elsewhere, any folder may be the package.
+    names = path.relative_to(max(roots, key=lambda root: len(root.parts))).parts[:1] if roots else path.parts
     entries = (entry for _, group in NAMED.values() for entry in _installed(group, tuple(sys.path)))
     return any(entry.module.partition(".")[0] in names for entry in entries)
 

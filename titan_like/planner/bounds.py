@@ -15,12 +15,14 @@ from titan_like.planner.trace import estimate, trace
 from titan_like.planner.trace.program import Segment
 from titan_like.planner.workload import BYTES, Workload, element_bytes, stored_dtype
 
+BREADTH_FIRST = "looped_bfs"  # the schedule with which a stage begins its backward passes once the next one has ended
+
 
 def least_bytes(work: Workload, profile: Profile) -> float:
     """A lower bound on a rank's memory: what it keeps of its microbatches, and its part of the state.
 
-    With few microbatches, gradients are not summed up yet while a rank keeps most of them, and stages have theirs one
-    after the other.
+    With few microbatches, or breadth-first stages, gradients are not summed up yet while a rank keeps most of them, and
+    stages have theirs one after the other.
     """
     _, kept, are_alike = _of_one_sample(work, profile)
     # The first rank keeps one for each rank, at least of its share of equal layers. All ranks have one of each layer.
@@ -35,7 +37,7 @@ def least_bytes(work: Workload, profile: Profile) -> float:
     copies = compute if compute < master and not gathers else 0
     weights = master * (1 + work.optimizer.layers.element) / (shards if work.zero_stage else 1)
     sums, at_end = 0.0, compute if work.microbatches == 1 else master  # a single pass's may stay as it made them
-    if work.microbatches > work.pipeline:
+    if work.microbatches > work.pipeline and work.schedule != BREADTH_FIRST:
         of_one_pass = work.microbatches == work.pipeline + 1  # while a rank keeps most of its microbatches
         sums = min(compute if of_one_pass else master, BYTES[work.reduce_dtype])
         sums = min(sums, master / shards) if reduces_every_pass(work.zero_stage) else sums

@@ -18,7 +18,7 @@ from titan_like.config.errors import ConfigError
 from titan_like.config.schema import JobConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.schedules.tables import SCHEDULES, SPLIT_BACKWARD
-from titan_like.planner.bounds import least_bytes, least_group_seconds, least_step_seconds
+from titan_like.planner.bounds import BREADTH_FIRST, least_bytes, least_group_seconds, least_step_seconds
 from titan_like.planner.memory import MEMORY_MARGIN, largest_memory, usable_bytes
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import MODES, Space, Split
@@ -160,8 +160,8 @@ class BestFirst:
         self._push(least_group_seconds(group, self.profile), 0, (group,))
 
     def _may_fit(self, group: Workload, split: Split) -> bool:
-        plain = _plainest(self.space.pipelines(group))
-        return least_bytes(self.space.member(group, *plain, *split), self.profile) <= self.usable
+        works = [self.space.member(group, *choice, *split) for choice in _smallest(self.space.pipelines(group))]
+        return min(least_bytes(work, self.profile) for work in works) <= self.usable
 
     def _weigh(self, group: Workload) -> None:
         """Put a group back by the mean work of a pipeline's ranks, which none of its pipelines can share better."""
@@ -260,6 +260,11 @@ class BestFirst:
 def _plainest(pipelines: list[tuple[str, int]]) -> tuple[str, int]:
     """1F1B with one stage a rank, unless the schedule or the stages are fixed."""
     return min(pipelines, key=("1f1b", 1).__ne__)
+
+
+def _smallest(pipelines: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those of which one has the least bound on memory: the plainest, and a breadth-first one if there is any."""
+    return [_plainest(pipelines), *[choice for choice in pipelines if choice[0] == BREADTH_FIRST][:1]]
 
 
 def _cell(work: Workload) -> tuple[int, int]:

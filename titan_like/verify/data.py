@@ -60,7 +60,7 @@ def observe_data(member: Member, reference: Reference, layout: JobConfig, _: str
         reason = f"resumed from step {trainer.state.step}, not {begin}"
         report.require(trainer.state.step == begin, Key(begin, Row.CHECKPOINTS, name), reason)
         for split in reference.own_data if name != RESUME else ("train",):
-            _read(trainer, report, name, split, reference.own_data[split], begin)
+            _read(trainer, report, name, split, reference, begin)
         if name != RESUME:
             trainer.state.step = _num_steps(own)
             trainer.state.consumed_samples = _num_steps(own) * trainer.config.training.global_batch_size
@@ -72,14 +72,18 @@ def observe_data(member: Member, reference: Reference, layout: JobConfig, _: str
     return report
 
 
-def _read(trainer: Trainer, report: Report, name: str, split: str, digests: list[str], begin: int) -> None:
+def _read(trainer: Trainer, report: Report, name: str, split: str, reference: Reference, begin: int) -> None:
     """Read the microbatches of some steps of a split, after step ``begin``, as the trainer does, and check each."""
-    training, workers = trainer.config.training, trainer.config.data.num_workers
+    training, workers, digests = trainer.config.training, trainer.config.data.num_workers, reference.own_data[split]
     size, ranks, numbers = training.micro_batch_size, trainer.dp_size, dict[str, int]()
     for number, value in enumerate(digests):
         numbers.setdefault(value, number)
     per_step = training.global_batch_size // (size * ranks)
     which = f" of a run that resumed after step {begin}" if begin else "" if split == "train" else f" of {split}"
+    # Held-out samples end where one process's do, rounded up to microbatches of all data ranks of the whole layout.
+    rounded = size * Layout.of(reference.small.config.parallelism).data_parallel
+    least = trainer.config.evaluation.steps * per_step
+    least, read = least if split == "train" else (len(digests) - rounded) // (size * ranks) + 1, 0
     with closing(trainer.load_data() if split == "train" else trainer.validator.load(split)) as data:
         for count, batch in enumerate(islice(data, trainer.config.evaluation.steps * per_step)):
             step, microbatch = begin + count // per_step + 1, count % per_step
@@ -90,6 +94,10 @@ def _read(trainer: Trainer, report: Report, name: str, split: str, digests: list
             where = f"data rank {trainer.dp_rank} of {ranks}{worker}, step {step}{which}, microbatch {microbatch}"
             message = f"{where}: reads samples {drawn[:4]}, not {list(range(first, first + size))[:4]}"
             report.require(found == digests[first : first + size], Key(step, Row.DATA, name), message)
+            read = count + 1
+    if read < least:
+        message = f"data rank {trainer.dp_rank} of {ranks}: reads {read} microbatches{which}, not {least}"
+        report.require(False, Key(begin + read // per_step + 1, Row.DATA, name), message)
 
 
 def _num_steps(own: JobConfig) -> int:
