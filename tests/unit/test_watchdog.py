@@ -102,7 +102,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     meeting = dist.HashStore()
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: meeting)
+    monkeypatch.setattr(watchdog_module, "default_store", lambda: meeting)
 
     def end(_: Watchdog, report: str) -> None:
         raise Ended(report)
