@@ -102,7 +102,7 @@ def randomise(model: Decoder, generator: torch.Generator) -> None:
             module.load.copy_(torch.rand(module.load.shape, generator=generator))
             module.load.div_(module.load.sum())
             if module.bias is not None:
-                module.bias.copy_(0.1 * torch.randn(module.bias.shape, generator=generator))
+                module.bias.copy_(torch.randn(module.bias.shape, generator=generator))
 
 
 class Dropped:

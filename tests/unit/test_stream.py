@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from itertools import islice, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_fingerprint_tells_what_decides_the_samples(folder):
 @pytest.fixture
 def waits(monkeypatch):
     waited = []
-    monkeypatch.setattr(stream_reader.time, "sleep", waited.append)
+    monkeypatch.setattr(stream_reader, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep too
     return waited
 
 

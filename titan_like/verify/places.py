@@ -72,7 +72,8 @@ class Outputs:
         return tuple(copies)
 
     def _note_output(self, name: str, module: nn.Module, _inputs: object, output: object) -> None:
-        if module.training and isinstance(output, torch.Tensor) and not is_in_backward_pass():
+        # A scalar is the loss of a whole microbatch.
+        if module.training and isinstance(output, torch.Tensor) and output.ndim and not is_in_backward_pass():
             self._note_order((FORWARD, name))
             shard = local(output)
             # A bias of -inf hides a key.
