@@ -263,7 +263,7 @@ def _plainest(pipelines: list[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _smallest(pipelines: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those of which one has the least bound on memory: the plainest, and a breadth-first one if there is any."""
+    """The choices that may have the least bound on memory: the plainest, and a breadth-first one if there is any."""
     return [_plainest(pipelines), *[choice for choice in pipelines if choice[0] == BREADTH_FIRST][:1]]
 
 
