@@ -361,7 +361,7 @@ def main() -> int:
             write(options.json, result)
     print("", *(f"{key}: {value}" for key, value in (result.get("machine", {}) | result["versions"]).items()), sep="\n")
     if "machine" in result:
-        print(table_of(result))
+        print(table_of([result]))
     failed = [row for row in cases if row["side"] == "ours" and not row.get("problem", "not run").startswith("not run")]
     return 1 if failed else 0
 
