@@ -1,10 +1,13 @@
-"""Offload of activations: which tensors go to the host's memory, when, and what the planner says of it."""
+"""What waits for a later pass: offloaded activations, and the factors of deferred products."""
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from titan_like.config.load import load_config
 from titan_like.models.batch import Batch
@@ -12,6 +15,7 @@ from titan_like.models.registry import build_model, model_config
 from titan_like.parallel import offload
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.tuning import Tuning
+from titan_like.parallel.weight_gradients import defer_weight_gradients
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.workload import workload_of
@@ -51,3 +55,14 @@ def test_traced_layers_keep_nothing_large_and_move_all_of_it(tmp_path: Path) -> 
     gone = plain.kept - moved.kept
     assert moved.kept < plain.kept / 4
     assert moved.offloaded == gone and moved.backward.flops == plain.backward.flops
+
+
+def test_waiting_products_keep_their_factors_alone() -> None:
+    """With the graph of its input, a product would keep what the stage received, and the gradient of that."""
+    model: Any = nn.Linear(8, 8)
+    received = torch.randn(4, 8, requires_grad=True)
+    deferred, freed = defer_weight_gradients(model), weakref.ref(received)
+    model(received.sin()).sum().backward()
+    del received
+    (product,) = deferred.take()
+    assert freed() is None and product.compute().shape == (8, 8)

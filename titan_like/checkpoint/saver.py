@@ -30,7 +30,7 @@ from titan_like.config.monitoring import Checkpoint as CheckpointSection
 from titan_like.config.urls import RemotePath
 from titan_like.data.readers.unfinished import remove
 from titan_like.optim.shards import local
-from titan_like.torch_private import with_local_tensor
+from titan_like.torch_private import save_planner, with_local_tensor
 
 Tensors = dict[str, torch.Tensor]
 # Writes this rank's share of a checkpoint's Hugging Face folder: (checkpoint, folder, (rank, ranks)).
@@ -107,6 +107,7 @@ class Saver:
             step_folders.sweep(exports_to)
         self._save: _Save | None = None
         self._copies: Tensors = {}
+        self._plans = uuid4().hex  # key of the plans of earlier saves, which rank 0 keeps: many ranks' take minutes
         self.files: dict[str, bytes] = {}  # files that rank 0 adds to each checkpoint, by name
         # Called in the thread before it copies, with the event `_Save.is_awaited`.
         self.before_copy: Callable[[threading.Event], object] = lambda _: None
@@ -215,8 +216,10 @@ class Saver:
             try:
                 mark = from_first_rank(uuid4().hex, self._group)
                 writer = TensorWriter(step_folders.unfinished_path(folder, run.step), mark)
-                dcp.save(in_parts(tensors), storage_writer=writer, process_group=self._group)
+                planner = save_planner(f"{self._plans} of {len(tensors)} tensors")  # with the optimizer's, or without
+                dcp.save(in_parts(tensors), storage_writer=writer, planner=planner, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
+                self._plans = uuid4().hex
                 reason = self._explained(first_failure(error), tensors, folder)
         if reason is None:
             # After skipped steps the weights may be bad, so keep all older checkpoints.

@@ -116,6 +116,7 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, part = ctx.saved_tensors
+        x = x.detach()  # with its graph, it would keep the stage's input and the gradient of that
         ctx.deferred.defer(ctx.weight, lambda: gradient.flatten(0, -2).t() @ x.flatten(0, -2))
         bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return gradient @ part, bias_gradient, None, None, None

@@ -48,6 +48,7 @@ class StageMemory:
         buffered = [unit for unit in tables if unit.sharers not in rules.single]
         self.buffered_table = sum([rules.gathered_elements(unit) for unit in buffered])
         self.placed = _placed(stage, rules.single, rules.gathers_every_pass)
+        self.above = [part for part in self.placed[stage.first_layer + 1 :] if part.unit.gathered]  # other layers
         # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
         # before ended with, which is needed only later.
         units = [part.unit for part in self.placed if part.unit.gathered]
@@ -96,7 +97,7 @@ class StageMemory:
         stays, early = self.root, self.prefetched if pass_.gradients != Gradients.NONE else 0  # elements
         buffer = self.buffered_root
         for number, part in enumerate(self.placed):
-            activations = self.received + part.before + (self.moving if part.unit.gathered else 0)
+            activations = self.received + part.before + (self.moving if part in self.above else 0)
             if part in self.placed[-2:]:
                 early = 0
             unit, buffered, begins_unit = part.unit.gathered, part.unit.buffered, part.begins_unit
@@ -122,9 +123,9 @@ class StageMemory:
         rules, gradients = self.rules, self.gradients.during(pass_)
         gathers, frees, freed = rules.gathers(pass_), rules.frees(pass_), 0
         for part in reversed(self.placed):
-            held = self.received + part.before + part.later - self.held + (self.moving if part.unit.gathered else 0)
-            if part is not self.placed[-1] and not self.stage.is_last:
-                held += self.stage.message  # the gradient of the stage's output
+            held = self.received + part.before + part.later - self.held + (self.moving if part in self.above else 0)
+            of_output = 0 if self.stage.is_last else self.stage.message  # the gradient of the stage's output
+            held += 0 if part is self.placed[-1] else of_output  # with which the moments of the last layer begin
             weights, shards = self._weights_during(part, pass_) - freed, gradients.shards
             if gathers and part.unit.gathered:  # its weights arrive
                 arriving = rules.compute * (self.root + part.unit.gathered + part.unit.buffered)
@@ -140,6 +141,7 @@ class StageMemory:
             gradients.produce(part)
             if not part.begins_unit:
                 continue
+            held += of_output if part is self.placed[-1] else 0
             unit = experts = 0  # whose weights are freed first
             if frees:
                 unit, experts = rules.compute * part.unit.gathered, rules.compute * part.unit.experts

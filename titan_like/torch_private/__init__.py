@@ -25,6 +25,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FileSystemReader._slice_file`, `._get_metadata_path` | overridden and called by `checkpoint/reader.py` | all |
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |
+| `DefaultSavePlanner._cached_plans_key` | plans of checkpoints that are made once for all saves of a run | all |
 | `distributed.checkpoint.filesystem._StorageInfo` | finding a checkpoint's tensors in its files | all |
 | `DTensor._local_tensor` | a process's part of any kind and on any device, without an operator | all |
 | `Tensor._version` | finding weights that have changed | all |
@@ -204,6 +205,19 @@ def fake_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def save_planner(key: str) -> Any:
+    """A planner of checkpoints, all of which share one plan as long as they have the same ``key`` and tensors.
+
+    torch's own key is the name of the class, for all process groups and models of a process, and in torch 2.11 a plan
+    that failed is taken for one that was made.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    planner._cached_plans_key = key
+    return planner
 
 
 def is_in_backward_pass() -> bool:
