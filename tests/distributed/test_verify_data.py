@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.bugs import DATA, GPT
 from tests.distributed.mutations import data
 from tests.e2e.scripts import REPO, install
+from titan_like.commands.verify import format_verdict
 from titan_like.config import load_config
 from titan_like.parallel.layout import Layout
 from titan_like.verify import compare
@@ -48,6 +49,10 @@ SLOW = """
         time.sleep(self.seconds.pop() if self.seconds else 0)
         return super().__getitem__(index)
 """
+FAILS = """
+    def __getitem__(self, index: int) -> Batch:
+        raise KeyError(index)
+"""
 SETTINGS = ["--training.micro_batch_size", "2", "--training.global_batch_size", "8", "--data.num_workers", "2"]
 SETTINGS += ["--data.reset_attention_mask", "true", "--data.reset_position_ids", "true", "--training.seq_len", "16"]
 
@@ -57,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package with the page's dataset, and with others that differ from it."""
     folder, entries = tmp_path_factory.mktemp("sums"), SHOWN_PROJECT.split('"titan_like.datasets"]\n')[1]
     others = {"reads_on": READS_ON, "validation_reads_on": VALIDATION_READS_ON, "ends_early": ENDS_EARLY, "slow": SLOW}
+    others["fails"] = FAILS
     for name, methods in {"sums": "", **others}.items():
         (folder / f"{name}.py").write_text(f"import os\nimport time\n{SHOWN_CLASS}{methods}")
     entries += "".join(f'{name} = "{name}:Sums"\n' for name in others)
@@ -105,6 +111,13 @@ def test_waiting_for_a_slow_dataset_is_no_deadlock(folder: Path, monkeypatch: py
     verdict = Verifier(small_of("slow", "--data.num_workers=0"), 240, 0.5, kinds=[compare.DATA]).verify()
     left_out = "samples of data.dataset after the first 32 of train and 16 of validation"
     assert (verdict.outcome, verdict.left_out) == (SAME, [left_out])
+
+
+def test_a_dataset_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    verdict = Verifier(small_of("fails"), 240).verify()
+    words = f"different: {Row.DATA} (data): one process alone fails: "
+    assert words in format_verdict(verdict, [], 1.0) and verdict.blame and verdict.blame.axis == "one_process"
 
 
 @pytest.mark.parametrize(

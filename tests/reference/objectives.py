@@ -27,9 +27,10 @@ def sample_of(samples: Samples, config: JobConfig, ids: TokenIds, index: int) ->
         return _without_spans(sample, index, config, ids)
     if model.objective == "mlm" and "tokens" in model.predictions:
         sample = _with_masked_tokens(sample, index, config, ids)
-    if model.predictions != ("tokens",):
+    if model.predictions[0] != "tokens" or "pair" in model.predictions:
         return _with_types(sample, ids.pair_ids[1])
-    return _with_masks(sample, index, config, ids)
+    masked = _with_masks(sample, index, config, ids)
+    return _with_next(masked, _documents(sample, ids)) if "mtp" in model.predictions else masked
 
 
 def lists_of(sample: Batch) -> tuple[list[int], list[int]]:
@@ -180,9 +181,7 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
     Tokens of a segment see each other: those of its prefix all of them, and all of them earlier ones.
     """
     (inputs, labels), section, order = lists_of(sample), config.data, range(len(sample.tokens))
-    begins = [t * (t > 0 and inputs[t - 1] == ids.eod_id) for t in order]
-    given = sample.document_starts
-    documents = list(accumulate(begins, max)) if given is None else given.tolist()  # where each token's begins
+    documents = _documents(sample, ids)
     segments = documents if section.reset_attention_mask else [0 for _ in order]
     prefix_ends = {begin: begin for begin in segments}
     drawn = _generator(b"prefixes", config.job.seed, index).random(len(prefix_ends))
@@ -198,4 +197,21 @@ def _with_masks(sample: Batch, index: int, config: JobConfig, ids: TokenIds) -> 
         positions=torch.tensor([t - documents[t] for t in order]) if section.reset_position_ids else None,
         document_mask=KeyRanges(torch.tensor(segments), torch.tensor(ends)) if has_ranges else None,
         document_starts=None,
+    )
+
+
+def _documents(sample: Batch, ids: TokenIds) -> list[int]:
+    """Where each token's document begins."""
+    inputs, _ = lists_of(sample)
+    begins = [t * (t > 0 and inputs[t - 1] == ids.eod_id) for t in range(len(inputs))]
+    return list(accumulate(begins, max)) if sample.document_starts is None else sample.document_starts.tolist()
+
+
+def _with_next(sample: Batch, documents: list[int]) -> Batch:
+    """Next tokens, and the labels of next positions in the same document."""
+    inputs, labels = lists_of(sample)
+    pairs = zip(pairwise(documents), labels[1:], strict=True)
+    next_labels = [label if one == other else IGNORED_LABEL for (one, other), label in pairs]
+    return sample._replace(
+        next_tokens=torch.tensor([*inputs[1:], inputs[-1]]), next_labels=torch.tensor([*next_labels, IGNORED_LABEL])
     )

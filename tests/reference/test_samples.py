@@ -170,6 +170,7 @@ WORDS = ["--model.family=bert", "--model.flavor=debug", "--data.mlm_whole_words=
 PAIRS = [*WORDS, "--model.overrides.sentence_head=pair", "--data.sentence_objective=sentence_order"]
 VOCAB = "--model.overrides.vocab_size=261"  # bytes and special tokens
 DOCUMENTS = ["--data.reset_position_ids=true", "--data.reset_attention_mask=true", "--data.eod_mask_loss=true"]
+AHEAD = ["--model.family=decoder", "--model.flavor=debug_latent"]
 SPANS = ["--model.family=t5", "--model.flavor=debug", "--data.mean_noise_span_length=1"]
 CHATS = ["--data.dataset=conversations", "--data.paths=FOLDER/chats.jsonl", "--training.seq_len=96", *DOCUMENTS[:2]]
 CHAT_TOKENS = [f"--model.overrides.vocab_size={VOCAB_SIZE}"]
@@ -194,6 +195,9 @@ KINDS = {
     "prefixes": [*BLEND, "--data.prefix_lm=true", "--data.reset_attention_mask=true"],
     "masked tokens of a stream": [*STREAM, "--model.family=bert", "--model.flavor=debug"],
     "documents": [*INDEXED, *DOCUMENTS],
+    "documents of tokens after the next": [*INDEXED, *AHEAD, *DOCUMENTS],
+    "positions of tokens after the next": [*INDEXED, *AHEAD, DOCUMENTS[0]],
+    "ends of tokens after the next": [*INDEXED, *AHEAD, DOCUMENTS[2]],
     "words of bytes": [*BLEND, *WORDS, "--data.mlm_max_ngram=2"],
     "pairs of word pieces": [*TEXT, *PIECES_OF, *PAIRS],
     "next sentences in a blend": [*BLEND, *PAIRS, "--data.sentence_objective=next_sentence", VOCAB],

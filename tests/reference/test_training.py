@@ -63,6 +63,7 @@ SAME = {
     "experts and their losses": ([*MOE, *Z_LOSS, *ONE, "--lr_scheduler.decay", "wsd"], [EXACT]),
     "experts in float8": ([*MOE, *FLOAT8_EXPERTS, "--float8.recipe", "rowwise", *ONE], [EXACT]),
     "float16": (FLOAT16, ["float16"]),
+    "float16 without clipping": ([*FLOAT16, "--training.max_norm", "0"], ["float16"]),
 }
 
 

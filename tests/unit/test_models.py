@@ -4,12 +4,18 @@ from contextlib import suppress
 import pytest
 import torch
 
+from tests.float64 import bound
+from tests.unit.hugging_face_cases import moe_config
 from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import LoRA
+from titan_like.models.batch import Batch
 from titan_like.models.bert.config import BertConfig
 from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.gpt.model import GPT
+from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import standard_rows
+from titan_like.models.layers.norms import make_norm
+from titan_like.models.layers.positions import apply_rope
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.models.registry import build_model, config_class, flavors, model_config
 from titan_like.parallel.lora import add_adapters
@@ -138,3 +144,23 @@ def test_a_model_names_parts_that_it_has(monkeypatch: pytest.MonkeyPatch, what: 
     monkeypatch.setattr(GPT, what, (name,))
     with torch.device("meta"), pytest.raises(ConfigError, match=problem):
         build_model(model_config(load_config([]).model), "gpt")
+
+
+def computed_from(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What layers compute from the same bfloat16 numbers in ``dtype``."""
+    x = torch.randn(42, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(dtype)
+    router, norm = Router(moe_config(hidden_size=32)), make_norm(32, 1e-5, offset=True).to(dtype)
+    router.to(torch.promote_types(dtype, torch.float32)).weight.data.copy_(x[:5])
+    norm.weight.data.copy_(x[5])
+    model, positions = build_model(TINY["llama"], "llama").to(dtype), torch.arange(1000, 1042)
+    (table,) = model.rotary_tables(Batch(positions, positions=positions)).values()
+    rotated = apply_rope(x.view(1, 42, 4, 8), *table)
+    return {"weights": router(x).weights, "losses": router.loss_sums, "rotated": rotated, "norm": norm(x)}
+
+
+def test_layers_round_to_bfloat16_once_and_routers_never():
+    results = zip(computed_from(torch.float64).items(), computed_from(torch.bfloat16).values(), strict=True)
+    for (name, exact), found in results:
+        rounding = 2**-8 * exact.abs() if name in ("rotated", "norm") else 0  # half a unit at most
+        allowed = rounding + bound(64, torch.float32) * exact.abs().max()
+        assert ((found.double() - exact).abs() <= allowed).all(), name

@@ -1,6 +1,7 @@
 """Adafactor and Muon on one process: rounding, scales and skipped steps. test_decoder_pairs.py has their rules."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -97,12 +98,12 @@ def test_muon_orthogonalises_in_the_type_it_is_told() -> None:
     assert 2**8 * single < half < 0.1  # bfloat16 rounds 2^16 times as coarsely
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_skipped_step_changes_no_bit_and_the_next_one_does_not_notice(name: str) -> None:
+@pytest.mark.parametrize("rule", [{"name": "adafactor"}, {"name": "adafactor", "beta1": 0.9}, {"name": "muon"}])
+def test_skipped_step_changes_no_bit_and_the_next_one_does_not_notice(rule: dict[str, Any]) -> None:
     ends = []
     for skips in ([False, False], [True, False, True, False, True]):
         named = parameters(torch.float32)
-        optimizer, taken = build_optimizer(named, Optimizer(name=name, lr=LR)), 0
+        optimizer, taken = build_optimizer(named, Optimizer(lr=LR, **rule)), 0
         for skip in skips:
             for _, p in named:
                 p.grad = torch.full_like(p, torch.nan if skip else 1.0 + taken)

@@ -258,6 +258,10 @@ def test_calibrate_writes_a_profile_that_gives_the_rows_back(tmp_path):
     assert fitted.error_median < 0.1
     for run, seconds in runs:
         assert predict(run, fitted).time.total == pytest.approx(seconds, rel=0.01)
+    mixed = [*cases, {**cases[0], "command": cases[0]["command"].replace("bfloat16", "float16")}]
+    points.write_text(json.dumps({"gpu": "A100-80GB", "gpus": 64, "cases": mixed}))
+    refused = plan("calibrate", "--points", points, "--profile", "fsdp_a100")
+    assert refused.returncode == 2 and "has rows in bfloat16 and float16; a profile is for one" in refused.stderr
     for change, causes in (("training.dtype=float16", ["another type"]), ("cluster.gpu=H100", ["another GPU"])):
         forecast = predict(load_config([*settings, f"--{change}"]), fitted)
         assert unseen(forecast.work, forecast.profile) == causes

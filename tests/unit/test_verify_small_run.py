@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from titan_like.commands.verify import format_verdict
+from titan_like.commands.verify import format_verdict, main
 from titan_like.config import load_config
 from titan_like.data.loading.batch_size import total_steps
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.split import layers_per_stage
+from titan_like.verify import processes
 from titan_like.verify.compare import DROPOUT
 from titan_like.verify.shrink import Options, Small, resolve, shrink, two_kinds
 from titan_like.verify.verify import SAME, Verdict, Verifier
@@ -160,6 +162,14 @@ def test_whatever_can_drop_is_in_a_run_with_dropout(settings: str, rates: dict[s
     changed = small.dropping(small.config, 0.4)
     assert changed.lora.dropout == 0.4 * ("lora.dropout" in rates)
     assert getattr(model_config(changed.model), "dropout", 0) == 0.4 * ("model.overrides" in rates)
+
+
+def test_the_command_leaves_the_handler_of_signals_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "start_fork_server", lambda on_gpus: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        main(["--training.steps=9"])
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_settings_that_nothing_verifies_are_listed_in_one_line(tmp_path: Path) -> None:

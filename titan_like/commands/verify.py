@@ -23,6 +23,7 @@ from titan_like.config.options import OptionParser, write_json
 from titan_like.verify.shrink import Options
 
 if TYPE_CHECKING:
+    from titan_like.config.schema import JobConfig
     from titan_like.verify.compare import Check
     from titan_like.verify.verify import Verdict
 
@@ -51,10 +52,17 @@ def main(argv: list[str]) -> int:
     sizes = {"full_size": options.full_size, "keep_layout": options.keep_layout, "on_gpus": options.gpus}
     checked = Options(options.steps, options.processes, options.timeout, **sizes)
     config = load_config(settings)
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _verify(config, checked, options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
+
+def _verify(config: JobConfig, checked: Options, options: argparse.Namespace) -> int:
+    """Print and write the verdict on a configuration's layout. Returns the exit code."""
     from titan_like.verify.processes import start_fork_server
 
-    signal.signal(signal.SIGTERM, _terminate)
     started = time.perf_counter()
     start_fork_server(on_gpus=options.gpus)  # it imports while this process does
     from titan_like.verify.verify import verifier_of

@@ -34,6 +34,7 @@ class Row(StrEnum):
 
     INITIAL = "initial weights"
     CHECKPOINTS = "checkpoints that are kept, and resumed from"
+    MODE = "modules in training mode"
     SAMPLES = "samples, each exactly once"
     DATA = "samples of the run's own data"
     BATCH = "batch size, samples and tokens"

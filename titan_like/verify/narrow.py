@@ -137,6 +137,7 @@ class HalfWatch(NarrowWatch):
 
     def __init__(self, reference: Reference, report: Report) -> None:
         super().__init__(reference, report)
+        self.reference = reference
         self.is_in_passes = self.is_travelling = False  # in forward and backward passes; gradients in a ring
         self.finer = {"loss": 0, "gradient norm": 0}  # good steps in which it has more digits than the dtype
         self.dtypes_of_sums = set[str]()  # sums of gradients between processes
@@ -206,6 +207,14 @@ class HalfWatch(NarrowWatch):
         rounding = torch.finfo(logits.dtype).eps / 2
         for value, wanted, allowed in ((denominator, expected, 0.0), (logits, exact, rounding)):
             self.report.add(key, distance(value, wanted) / (wanted.norm().item() or 1.0), allowed + _LOSS_ROUNDING)
+
+    def note_routers(self, key: Key, value: torch.Tensor, expected: torch.Tensor | None) -> None:
+        """Compare what a router computes, and check that its scores have more digits than the dtype."""
+        assert expected is not None, "a layout records nothing"
+        self.report.compare_routers(self.reference, key, value, expected)
+        if key.row == Row.SCORES and key.step == 1:  # before a bias, which has more digits, is added
+            reason = f"its scores are rounded to {self.dtype}"
+            self.report.require(finer(value, self.dtype) > 0, Key(1, Row.SUMS, key.name), reason)
 
     def take_batch(self, batch: Batch) -> None:
         """From here on sums are computed in passes."""

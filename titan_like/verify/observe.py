@@ -43,7 +43,7 @@ def observe(member: Member, reference: Reference, config: JobConfig, kind: str) 
         saves_at_end = {"checkpoint.enable": True, "checkpoint.interval": _NEVER, "compile.cudagraphs": False}
         config = edit(config, saves_at_end)
         trainer = Trainer(run_of(member, small, config, member.folder), observer=half)
-        with half.watched_sums(), replayed_choices(half, reference, partial(report.compare_routers, reference)):
+        with half.watched_sums(), replayed_choices(half, reference, half.note_routers):
             run_through(trainer, half)
         half.check_run()
     else:
@@ -89,7 +89,11 @@ def observe_dropout(member: Member, reference: Reference, config: JobConfig, _: 
     with recorded_draws(trainer) as draws:
         steps_alone(trainer, 1)
         gradients = watch.gradients
+        number = len(draws)
         trainer.validator.validate()
+        for draw in draws[number:]:
+            report.require(False, Key(1, Row.KEPT, draw.site), "it drops in validation")
+        del draws[number:]
         steps_alone(trainer, 1)
     # Compiled layers draw the same random numbers as eager ones if they run one operation at a time.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):

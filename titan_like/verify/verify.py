@@ -152,7 +152,8 @@ class Verifier:
             raise UndecidedError(f"the reference, on one process: {alone.reason}")
         if alone.result is None:
             verdict.outcome, verdict.blame = DIFFERENT, Blame(ONE_PROCESS, "the reference itself fails", {})
-            verdict.checks.append(Check(EXACT, 0, Row.RUNS, "", 1, detail=f"one process alone fails: {alone.reason}"))
+            kind, row = (DATA, Row.DATA) if function is read_alone else (EXACT, Row.RUNS)
+            verdict.checks.append(Check(kind, 0, row, "", 1, detail=f"one process alone fails: {alone.reason}"))
         return alone.result
 
     def check(self, config: JobConfig, kinds: list[str], checks: list[Check]) -> None:

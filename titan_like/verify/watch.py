@@ -193,6 +193,13 @@ class LayoutWatch(StepWatch):
             shard, (_, offset) = local_part(parameter)[0], local_parts(parameter)[0]
             self.report.share(Key(step, Row.REPLICAS, f"{name} @ {offset} {list(shard.shape)}"), digest(shard))
 
+    def begin_step(self, step: int) -> None:
+        """Check that no validation has left a module in evaluation mode."""
+        super().begin_step(step)
+        modules = (named for stage in self.trainer.model.stages for named in stage.module.named_modules())
+        still = next((name for name, module in modules if not module.training), None)
+        self.report.require(still is None, Key(step, Row.MODE, still or ""), "it is in evaluation mode")
+
     def end_step(self, issued: PendingStep) -> None:
         """Share the weights, and keep the indices of the samples."""
         super().end_step(issued)

@@ -170,3 +170,9 @@ def seed_of_each_trainer() -> Iterator[None]:
 def validation_in_training_mode(original: Any, self: Any, mode: Any = True) -> Any:
     """Validation drops activations."""
     return original(self, True)
+
+
+@bug(F, "dropout")
+def activations_dropped_in_validation(original: Any, x: torch.Tensor, p: float, *_: Any, **options: Any) -> Any:
+    """Layers drop activations in evaluation mode too, but no probabilities of attention."""
+    return original(x, p, True, **options)

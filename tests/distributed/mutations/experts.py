@@ -30,6 +30,13 @@ def weights_not_renormalised(_: Any, weights: Any, **_options: Any) -> Any:
 
 
 @bug(Router, "forward")
+def scores_in_half_types(original: Any, *arguments: Any) -> Routing:
+    """Routers compute in the type of their inputs."""
+    with patch.object(torch, "promote_types", lambda dtype, _: dtype):
+        return original(*arguments)
+
+
+@bug(Router, "forward")
 def bias_in_the_weights(original: Any, self: Router, *arguments: Any) -> Routing:
     """What is added to the scores for the choice is part of the weights too."""
     found = original(self, *arguments)

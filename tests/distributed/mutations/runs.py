@@ -18,6 +18,7 @@ from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, checkpoint_path, complete_steps
 from titan_like.config.schema import Training
 from titan_like.optim.schedule import Schedule
+from titan_like.parallel.model import ParallelModel
 from titan_like.parallel.pipeline import Pipeline
 from titan_like.train import trainer, training_state
 from titan_like.train.trainer import Trainer
@@ -34,6 +35,13 @@ def data_of_one_process_shifted(original: Any, self: Trainer) -> Any:
     if self.dp_rank:
         self.state.consumed_samples -= 1
     return data
+
+
+@bug(ParallelModel, "train")
+def last_norm_stays_in_evaluation_mode(original: Any, self: ParallelModel, mode: bool = True) -> None:
+    """Validation leaves the last norm in evaluation mode."""
+    original(self, mode)
+    self.stages[-1].module.last_norm.eval()
 
 
 @bug(Pipeline, "forward")

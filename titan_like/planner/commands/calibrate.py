@@ -47,6 +47,9 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     rows, useless = usable(read, start)
     left_out += useless
     require(rows, "--points", options.points, "; ".join(["has no row to fit to", *left_out[:1]]))
+    dtypes = sorted({row.work.dtype for row in rows})
+    reason = f"has rows in {' and '.join(dtypes)}; a profile is for one training.dtype, so give each a file of its own"
+    require(len(dtypes) == 1, "--points", options.points, reason)
     fitted = calibrated(rows, start, name=Path(options.out).stem if options.out else start.name)
     lines = [
         f"{len(rows)} rows of {options.points}; left out: {len(left_out)}",
