@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from collections import Counter
-from itertools import islice, product
+from itertools import chain, islice, product
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +26,7 @@ from titan_like.verify.watch import digest
 
 SEQ = 8
 EOD = ByteTokenizer.eod_id
+ENDINGS = tuple(enumerate(("jsonl", "jsonl.gz", "parquet", "arrow", "stream.arrow")))
 
 
 def texts_of(shard, count=60):
@@ -38,7 +39,7 @@ def texts_of(shard, count=60):
 def folder(tmp_path):
     """Five shards, one of each kind."""
     (tmp_path / "data").mkdir()
-    for number, ending in enumerate(("jsonl", "jsonl.gz", "parquet", "arrow", "stream.arrow")):
+    for number, ending in ENDINGS:
         write_records(tmp_path / "data" / f"{number}.{ending}", texts_of(number))
     return tmp_path
 
@@ -52,19 +53,38 @@ def samples_of(source, indices):
     return {index: digest(source[index]) for index in indices}
 
 
-@pytest.mark.parametrize("num_readers", [1, 3, 10])
+def read(source, reader, epoch):
+    """A reader's documents of an epoch, by name of the shard and text."""
+    for part in source.parts(reader, epoch):
+        for piece in source.shards[part.shard].pieces("text", part, 0, 1):
+            wanted = source.records_of(piece, part)
+            for _, text in raw_text.texts_of(piece, "text", wanted.__contains__):
+                yield os.path.basename(source.shards[part.shard].name), text
+
+
+@pytest.mark.parametrize("num_readers", [1, 3, 10, 100])
 def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
-    """In each epoch, and each reader has all records in as many epochs as there are readers."""
-    by_epoch, by_reader = Counter(), Counter()
-    for split in SPLITS:
-        source = source_of(folder, split, num_readers=num_readers)
-        for reader, epoch, shard in product(range(num_readers), range(num_readers), range(5)):
-            wanted = (source.records_of(shard, reader, epoch, first, first + 4) for first in range(1, 61, 4))
-            records = [record for some in wanted for record in sorted(some)]
-            by_epoch.update((epoch, shard, record) for record in records)
-            by_reader.update((reader, shard, record) for record in records)
-    every = Counter(product(range(num_readers), range(5), range(1, 61)))
-    assert by_epoch == by_reader == every
+    """In each epoch, whatever the sizes of the parts: most readers begin and end inside a shard."""
+    expected = Counter((f"{shard}.{ending}", text) for shard, ending in ENDINGS for text in texts_of(shard))
+    for epoch in range(3):
+        sources = [source_of(folder, split, num_readers=num_readers) for split in SPLITS]
+        documents = (read(source, reader, epoch) for source in sources for reader in range(num_readers))
+        assert Counter(chain.from_iterable(documents)) == expected
+        assert all(len([*read(source, 0, epoch)]) > 0 for source in sources[:1] if num_readers < 100)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+@pytest.mark.parametrize("counts", [(300, 100), (400, 4)])
+def test_shares_do_not_depend_on_the_sizes_of_shards(tmp_path, ending, counts):
+    """Documents of two shards are read in the proportion of their numbers, to within 1 % in some epochs."""
+    (tmp_path / "data").mkdir()
+    for shard, count in enumerate(counts):
+        write_records(tmp_path / "data" / f"{shard}.{ending}", [str(shard)] * count)
+    source = source_of(tmp_path, num_readers=4, split="1,0,0")
+    epochs = 200  # of which each reader's last one is not whole
+    tokens = torch.cat([source[index].tokens for index in range(epochs * sum(counts) * 2 // SEQ)])
+    in_second = int((tokens == ord("1")).sum())
+    assert in_second / (len(tokens) / 2) == pytest.approx(counts[1] / sum(counts), rel=2 / epochs)
 
 
 def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypatch):
@@ -159,8 +179,8 @@ def failing(monkeypatch, times):
     """Lets each piece after the first of a file fail so many times."""
     real, failures = raw_text.read_pieces, Counter()
 
-    def read(path, key, start=0, first_record=1):
-        for piece, share in real(path, key, start, first_record):
+    def read(path, key, start=0, first_record=1, **settings):
+        for piece, share in real(path, key, start, first_record, **settings):
             failures[piece.first_record] += piece.first_record > 1
             if 0 < failures[piece.first_record] <= times:
                 raise raw_text.ReadFailure("cannot be read (Connection reset)")
@@ -186,9 +206,9 @@ def test_reading_is_tried_again_and_then_the_reader_is_named(tmp_path, monkeypat
     source = source_of(tmp_path, num_readers=2)
     for _ in range(2):  # asked again, it does not take the error for the end of the data
         with pytest.raises(RunError) as error:
-            samples_of(source, range(499, 500))
+            samples_of(source, range(600, 601))
     problem = "one.parquet cannot be read (Connection reset) from record 257 on, 5 times"
-    assert "reader 1 of 2: " in str(error.value) and problem in str(error.value)
+    assert "reader 0 of 2: " in str(error.value) and problem in str(error.value)
     assert "\n" not in str(error.value) and waits == [1, 2, 4, 8] * 2
 
 

@@ -34,20 +34,27 @@ _MOST_NAMED = 6  # files in a line of the log
 def find_files(
     paths: list[str], key: str, no_text: str = "", split: str = "train", columns: raw_text.Key = ()
 ) -> list[Path]:
-    """The files that paths name, each once; from folders with several splits, the files of ``split``.
+    """The files that paths name, each once; see `find_kinds`."""
+    return list(find_kinds(paths, key, no_text, split, columns))
+
+
+def find_kinds(
+    paths: list[str], key: str, no_text: str = "", split: str = "train", columns: raw_text.Key = ()
+) -> dict[Path, str]:
+    """The files that paths name, with the kind of each; from folders with several splits, the files of ``split``.
 
     Raises a `ConfigError` about the setting ``key`` if a path names no file or an unreadable one, or a text file if
     there is a reason ``no_text`` to refuse it. ``columns`` are the columns to read, as for `kind_of`.
     """
-    files = _named_files(paths, key, raw_text.RECORD_ENDINGS if no_text else raw_text.KNOWN_ENDINGS, split)
-    for path in files:
+    kinds = {}
+    for path in _named_files(paths, key, raw_text.RECORD_ENDINGS if no_text else raw_text.KNOWN_ENDINGS, split):
         reason = unreadable_reason(path)
         require(reason is None, key, str(path), f"{reason}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
         with blamed_on(key, str(path), raw_text.UnreadableError):
-            is_text = raw_text.kind_of(path, columns) == "text"
-        require(not (no_text and is_text), key, str(path), no_text)
-    return files
+            kinds[path] = raw_text.kind_of(path, columns)
+        require(not (no_text and kinds[path] == "text"), key, str(path), no_text)
+    return kinds
 
 
 def find_indexed(paths: list[str], key: str) -> list[str]:

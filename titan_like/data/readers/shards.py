@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,24 @@ from typing import Any
 import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.data.readers.files import find_files, named_paths
-from titan_like.data.readers.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
+from titan_like.data.readers.files import find_kinds, named_paths
+from titan_like.data.readers.partition import SQRT_2, Part
+from titan_like.data.readers.raw_text import (
+    RECORD_ENDINGS,
+    Piece,
+    ReadFailure,
+    UnreadableError,
+    cut_of,
+    ending_of,
+    read_pieces,
+)
 
 # The fingerprint of a stream samples this many files, pieces of each, and bytes of a piece.
 _FILES = 64
 _PIECES = 3
 _PIECE = 4096
 _ROWS = 256  # rows of a dataset on the hub in a piece
+_UNKNOWN_SIZE = 1 << 32
 _NOTHING = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be "
 _NOTHING += "like org/name, org/name:config or org/name@revision"
 _NO_TEXT = 'contains text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
@@ -26,14 +36,27 @@ _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+
 
 
 @dataclass(frozen=True)
-class LocalShard:
+class FileShard:
     """A file of JSON, a table, parquet or arrow."""
 
-    name: str  # its path
+    path: Path
+    size: int | None  # in bytes; None if it is unknown
+    kind: str  # see `kind_of`
 
-    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """The pieces from ``start`` on; see `read_pieces`."""
-        return (piece for piece, _ in read_pieces(Path(self.name), key, start, first_record))
+    @property
+    def name(self) -> str:
+        """The file's path."""
+        return str(self.path)
+
+    @property
+    def cut(self) -> str:
+        """How it is cut; see `cut_of`."""
+        return cut_of(self.path, self.kind)
+
+    def pieces(self, key: str, part: Part, start: int, first_record: int) -> Iterator[Piece]:
+        """The pieces of a part from ``start`` on; see `read_pieces`."""
+        pieces = read_pieces(self.path, key, start, first_record, part=part, kind=self.kind)
+        return (piece for piece, _ in pieces)
 
 
 @dataclass(frozen=True)
@@ -43,9 +66,11 @@ class HubShard:
     name: str
     dataset: Any  # datasets.IterableDataset
     number: int
+    size = None
+    cut = "records"
 
-    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """Pieces as in `LocalShard.pieces`. Errors other than known damage count as network failures."""
+    def pieces(self, key: str, part: Part, start: int, first_record: int) -> Iterator[Piece]:
+        """Pieces as in `FileShard.pieces`. Errors other than known damage count as network failures."""
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):
@@ -59,7 +84,26 @@ class HubShard:
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None
 
 
-Shard = LocalShard | HubShard
+Shard = FileShard | HubShard
+
+
+def sizes_of(shards: Sequence[Shard]) -> np.ndarray:
+    """The sizes by which readers divide the shards, int64 [shards]; all the same if one is unknown."""
+    sizes = [_UNKNOWN_SIZE if shard.size is None else shard.size for shard in shards]
+    is_known = all(shard.size is not None for shard in shards) and sum(sizes) > 0
+    return np.array(sizes if is_known else [_UNKNOWN_SIZE] * len(shards), np.int64)
+
+
+def numbers_of(piece: Piece, cut: str) -> np.ndarray:
+    """A number for each record of a piece, uint64 [records], that depends on its place in the shard alone.
+
+    It is the record's number, from 0. In a shard cut by lines it is a hash of the byte at which the line begins.
+    """
+    if cut == "lines":
+        content = np.frombuffer(bytes(piece.content), np.uint8)
+        begins = np.concatenate([[0], np.flatnonzero(content == ord("\n")) + 1]) + (piece.end - len(content))
+        return (begins[: piece.num_records].astype(np.uint64) * np.uint64(SQRT_2)) >> np.uint64(32)
+    return np.arange(piece.first_record - 1, piece.first_record - 1 + piece.num_records, dtype=np.uint64)
 
 
 def find_shards(paths: list[str], split: str = "train", column: str = "text") -> tuple[list[Shard], str]:
@@ -75,9 +119,9 @@ def find_shards(paths: list[str], split: str = "train", column: str = "text") ->
             shards |= {shard.name: shard for shard in hub_shards}
         else:
             require(named_paths(path), "data.paths", path, _NOTHING)
-            files = find_files([path], "data.paths", _NO_TEXT, split, column)
-            shards |= {str(file): LocalShard(str(file)) for file in files}
-    local = [Path(shard.name) for shard in shards.values() if isinstance(shard, LocalShard)]
+            kinds = find_kinds([path], "data.paths", _NO_TEXT, split, column)
+            shards |= {str(file): FileShard(file, file.stat().st_size, kind) for file, kind in kinds.items()}
+    local = [shard.path for shard in shards.values() if isinstance(shard, FileShard)]
     identity += [(file.name, file.stat().st_size) for file in local]
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=16)
     for number in sorted({*np.linspace(0, len(local) - 1, _FILES).astype(int)} if local else ()):
