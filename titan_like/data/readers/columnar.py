@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from sys import maxsize
 from typing import IO, Any
 
 from titan_like.data.readers.partition import Part, rows_of
@@ -20,13 +21,12 @@ def parquet_batches(
 
     with ParquetFile(source, buffer_size=buffer_size) as file:  # buffered, since a row group may be a gigabyte
         columns, metadata = columns_of(file.schema_arrow.names), file.metadata
-        ends = [*accumulate(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))]
-        rows = rows_of(part, ends) if part else range(metadata.num_rows)
-        first = bisect_right(ends, max(start, rows.start))
-        groups = [number for number in range(first, len(ends)) if ends[number - 1] < rows.stop or number == first]
+        ends = [0, *accumulate(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))]
+        rows = rows_of(part, ends[1:]) if part else range(metadata.num_rows)
+        first = bisect_right(ends, max(start, rows.start)) - 1  # row group
+        groups = [number for number in range(first, len(ends) - 1) if number == first or ends[number] < rows.stop]
         batches = file.iter_batches(batch_size=batch_size, row_groups=groups, columns=columns)
-        numbered = _numbered(batches, ends[first - 1] if first else 0, lambda end: end / metadata.num_rows)
-        yield from _inside(rows, numbered)
+        yield from _inside(rows, batches, ends[first], lambda end: end / metadata.num_rows)
 
 
 def arrow_batches(source: Source, columns_of: Columns, start: int, part: Part | None) -> Iterator[Batch]:
@@ -36,30 +36,27 @@ def arrow_batches(source: Source, columns_of: Columns, start: int, part: Part | 
     with OSFile(source) if isinstance(source, str) else PythonFile(source) as file:
         reader, size = _arrow_reader(file), max(1, file.size())
         columns = columns_of(reader.schema.names)
-        first, first_row, rows = 0, 0, None
+        first, ends, rows = 0, [0], range(maxsize)
         if isinstance(source, str) and part and part.end - part.begin < part.size:
             ends, offsets = _arrow_index(source)
-            rows = rows_of(part, ends)
-            first = bisect_right(ends, max(start, rows.start))
+            rows = rows_of(part, ends[1:])
+            first = bisect_right(ends, max(start, rows.start)) - 1
             if first and not hasattr(reader, "get_batch"):
                 # Later batches of a stream need the dictionaries before them.
-                first = first if "dictionary<" not in str(reader.schema) else 0
-                file.seek(offsets[first - 1] if first else file.tell())
-            first_row = ends[first - 1] if first else 0
+                first = 0 if "dictionary<" in str(reader.schema) else first
+                file.seek(offsets[first] or file.tell())
         batches = (batch.select(columns) for batch in _arrow_batches(reader, first))
-        numbered = _numbered(batches, first_row, lambda _: file.tell() / size)
-        yield from _inside(rows, numbered) if rows is not None else numbered
+        yield from _inside(rows, batches, ends[first], lambda _: file.tell() / size)
 
 
 def _arrow_index(path: str) -> tuple[list[int], list[int]]:
-    """The rows and bytes at which the batches end. A memory map reads little more than the batches' headers."""
+    """The first rows and bytes of the batches, and the ends. A memory map reads little more than batches' headers."""
     from pyarrow import memory_map
 
-    ends, offsets, num_rows = [], [], 0
+    ends, offsets = [0], [0]
     with memory_map(path) as file:
         for batch in _arrow_batches(_arrow_reader(file)):
-            num_rows += len(batch)
-            ends.append(num_rows)
+            ends.append(ends[-1] + len(batch))
             offsets.append(file.tell())
     return ends, offsets
 
@@ -81,17 +78,11 @@ def _arrow_batches(reader: Any, first: int = 0) -> Iterator[Any]:
     return iter(reader)
 
 
-def _numbered(batches: Iterable[Any], first_row: int, fraction: Callable[[int], float]) -> Iterator[Batch]:
+def _inside(rows: range, batches: Iterable[Any], first_row: int, fraction: Callable[[int], float]) -> Iterator[Batch]:
+    """The parts of batches that are in ``rows``."""
     for batch in batches:
-        end = first_row + len(batch)
-        yield first_row, batch, fraction(end)
-        first_row = end
-
-
-def _inside(rows: range, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches' rows that are in ``rows``."""
-    for first, batch, fraction in batches:
-        if first >= rows.stop:
+        if first_row >= rows.stop:
             return
-        skipped = max(0, rows.start - first)
-        yield first + skipped, batch[skipped : rows.stop - first], fraction
+        skipped, end = max(0, rows.start - first_row), first_row + len(batch)
+        yield first_row + skipped, batch[skipped : rows.stop - first_row], fraction(end)
+        first_row = end
