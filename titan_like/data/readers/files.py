@@ -70,6 +70,7 @@ def find_remote(url: str, key: str, split: str) -> dict[str, tuple[int | None, s
     chosen = list[str]()
     for match in matches:
         names = [name.removeprefix(f"{match}/") for name in files if name.startswith(f"{match}/")]
+        names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
         paths = _files_of_folder(RemotePath(match), key, raw_text.RECORD_ENDINGS, split, names) if names else [match]
         chosen += map(str, paths)
     require(chosen, key, url, f"no file in the folder ends with {', '.join(raw_text.RECORD_ENDINGS)}")

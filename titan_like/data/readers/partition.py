@@ -1,9 +1,8 @@
 """Divides the shards of a stream among its readers, by their sizes. Pure functions.
 
 The shards of an epoch are laid end to end in the epoch's order, and the whole is cut into equal parts, one per reader.
-So a reader has whole shards and at most two partial ones. Each way to cut a shard assigns every record to exactly one
-reader: to the one whose part has the record's position. Any size of a shard gives exact shares, the true one equal
-shares.
+So a reader has whole shards and at most two partial ones. However a shard is cut, the reader whose part has a record's
+position reads the record, and no other does. This holds for any sizes; the true ones make the parts equal.
 """
 
 from bisect import bisect_right
