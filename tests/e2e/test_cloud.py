@@ -16,11 +16,16 @@ from tests.distributed.launch import base_config, collect, died, launch, start_g
 from tests.e2e.jobs import records, short, steps, train_on, wait_until
 from tests.e2e.scripts import REPO, run_here
 from tests.float64 import bound
+from tests.unit.record_cases import write_records
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.checkpoint.step_folders import begin_checkpoint, checkpoint_path, complete_steps, sweep
 from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import Data
 from titan_like.config.urls import RemotePath, path_of
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loading.open_source import open_source
 from titan_like.data.readers.fetch import local_paths
+from titan_like.data.source import DataRequest
 from titan_like.models.registry import model_config
 from titan_like.train.initial_weights import check_initial_weights
 
@@ -131,6 +136,23 @@ def test_a_run_on_object_storage(tmp_path: Path, environment: dict[str, str], ca
     for words in ([settings[0], "--checkpoint.initial_load_path=s3://bucket/hf"], ["--model.from=s3://bucket/hf"]):
         config = load_config(words)
         check_initial_weights(config, model_config(config.model))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_reads_objects_where_they_are(tmp_path: Path, environment: dict[str, str], workers: int) -> None:
+    """Its samples are those of a copy, also in a worker that is forked after the objects were listed."""
+    (tmp_path / "data").mkdir()
+    for name in ("a.jsonl", "b.parquet", "c.jsonl.gz"):
+        path = write_records(tmp_path / "data" / name, [f"{name} {number}" for number in range(100)])
+        RemotePath(f"s3://bucket/stream/{name}").write_bytes(path.read_bytes())
+    taken = []
+    for data in (str(tmp_path / "data"), "s3://bucket/stream"):
+        section = Data(dataset="hf", paths=[data], num_readers=4, num_workers=workers)
+        source = open_source(DataRequest(section, "train", 16, 0, 257, tmp_path / "cache"))
+        loader = BackgroundLoader(source, GlobalSampler(0, 4, 0, 1), workers, torch.device("cpu"))
+        taken.append([next(loader).tokens.tolist() for _ in range(40)])
+        loader.close()
+    assert taken[0] == taken[1] and not (tmp_path / "cache").exists()
 
 
 def test_only_a_checkpoint_with_its_marker_is_one() -> None:

@@ -8,13 +8,17 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from fractions import Fraction
 from functools import cache, partial
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from pyarrow import ipc
 
 from tests.reference.objectives import lists_of
 from titan_like.config.entry_points import find_dataset, load_entry
@@ -32,6 +36,7 @@ from titan_like.models.registry import model_config
 from titan_like.verify.samples import TokenIds
 
 Sample = Callable[[int], Batch]  # by its number
+_SQRT_2 = 0x6A09E667F3BCC909  # times 2⁻⁶⁴
 
 
 def ids_of_tokenizer(section: Data) -> TokenIds:
@@ -269,26 +274,50 @@ def _stream(request: DataRequest) -> Defined:
 
 
 def _documents(request: DataRequest, found: list[shards.Shard], reader: int) -> Iterator[str]:
-    """A reader's documents. Of R records, and of as many shards of one record, each reader has one, in turn.
-
-    Each block of R of either is turned by √2 times its number, as a fraction of R, and every epoch by one reader.
-    """
+    """A reader's documents: those whose places lie in its part of all shards, end to end in the order of the epoch."""
     section, is_train, split = request.section, request.split == "train", SPLITS.index(request.split)
-    readers, size = section.num_readers, len(found)
+    readers, sizes = section.num_readers, [Path(shard.name).stat().st_size for shard in found]
     weights = [float(weight) for weight in section.split.split(",")]
     low, high = (sum(weights[:end]) / sum(weights) for end in (split, split + 1))
-
-    def owner(number: int) -> int:
-        return number + ((number // readers * 0x6A09E667F3BCC909 % 2**64 >> 32) * readers >> 32)
-
+    records = [_placed(shard, section.text_key, -(-sum(sizes) // readers)) for shard in found]
     for epoch in count() if is_train else range(1):
-        order = Permutation(size, "stream", request.seed, request.part, reader, epoch)
-        for place in range(size):
-            shard = order(place) if is_train else (place + reader * size // readers) % size
-            for record, text in _records(found[shard], section.text_key):
-                among_splits = (record * 0x9E3779B97F4A7C15 + shard * 0x6A09E667F3BCC909) % 2**64 / 2**64
-                if (owner(record) + owner(shard) + epoch - reader) % readers == 0 and low <= among_splits < high:
+        order = Permutation(len(found), "stream", request.seed, request.part, epoch)
+        part, begin = (reader + epoch) % readers, 0
+        first, end = (number * sum(sizes) // readers for number in (part, part + 1))
+        for shard in map(order, range(len(found))) if is_train else range(len(found)):
+            for place, number, text in records[shard]:
+                among_splits = (number * 0x9E3779B97F4A7C15 + shard * _SQRT_2) % 2**64 / 2**64
+                if first <= begin + place < end and low <= among_splits < high:
                     yield text
+            begin += sizes[shard]
+
+
+def _placed(shard: shards.Shard, key: str, share: int) -> list[tuple[Fraction, int, str]]:
+    """The place in bytes, a number for the splits, and the text of each record; ``share`` is a part's size in bytes."""
+    path, records = Path(shard.name), list(_records(shard, key))
+    size, content = path.stat().st_size, path.read_bytes()
+    if path.suffix == ".jsonl" and raw_text.kind_of(path) == "jsonl":
+        ends = [0, *(place + 1 for place, byte in enumerate(content) if byte == ord("\n"))]
+        return [(Fraction(ends[n]), ends[n] * _SQRT_2 % 2**64 >> 32, text) for n, text in records]
+    if path.suffix not in (".parquet", ".arrow"):
+        return [(Fraction(n * _SQRT_2 % 2**64 * size, 2**64), n, text) for n, text in records]
+    ends = [0, *accumulate(_groups(path))]
+    placed = []
+    for n, text in records:
+        group = bisect_right(ends, n) - 1
+        is_whole = Fraction((ends[group + 1] - ends[group]) * size, ends[-1]) <= share
+        placed.append((Fraction((ends[group] if is_whole else n) * size, ends[-1]), n, text))
+    return placed
+
+
+def _groups(path: Path) -> list[int]:
+    """The sizes of a table's groups of rows."""
+    if path.suffix == ".parquet":
+        metadata = pq.read_metadata(path)
+        return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    with suppress(pa.ArrowInvalid):
+        return [len(batch) for batch in ipc.open_file(path).read_all().to_batches()]
+    return [len(batch) for batch in ipc.open_stream(path).read_all().to_batches()]
 
 
 def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
@@ -301,5 +330,5 @@ def _records(shard: shards.Shard, key: str) -> Iterator[tuple[int, str]]:
                     (line + text).encode()
                     yield number, text
     else:
-        for piece in shard.pieces(key, 0, 1):
+        for piece, _ in raw_text.read_pieces(Path(shard.name), key):
             yield from ((n - 1, text) for n, text in raw_text.texts_of(piece, key) if isinstance(text, str))

@@ -6,18 +6,22 @@ import random
 import re
 import sys
 from collections import Counter
-from itertools import islice, product
+from itertools import chain, islice, product
 from types import SimpleNamespace
+from typing import ClassVar
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from tests.reference.sources import define
 from tests.unit.record_cases import write_records
 from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.loading import stream_reader
-from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
+from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler, merge_states
 from titan_like.data.loading.stream import StreamSource, tokenized_times
 from titan_like.data.readers import raw_text, shards
 from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
@@ -26,6 +30,7 @@ from titan_like.verify.watch import digest
 
 SEQ = 8
 EOD = ByteTokenizer.eod_id
+ENDINGS = tuple(enumerate(("jsonl", "jsonl.gz", "parquet", "arrow", "stream.arrow")))
 
 
 def texts_of(shard, count=60):
@@ -38,7 +43,7 @@ def texts_of(shard, count=60):
 def folder(tmp_path):
     """Five shards, one of each kind."""
     (tmp_path / "data").mkdir()
-    for number, ending in enumerate(("jsonl", "jsonl.gz", "parquet", "arrow", "stream.arrow")):
+    for number, ending in ENDINGS:
         write_records(tmp_path / "data" / f"{number}.{ending}", texts_of(number))
     return tmp_path
 
@@ -52,19 +57,38 @@ def samples_of(source, indices):
     return {index: digest(source[index]) for index in indices}
 
 
-@pytest.mark.parametrize("num_readers", [1, 3, 10])
+def read(source, reader, epoch):
+    """A reader's documents of an epoch, by name of the shard and text."""
+    for part in source.parts(reader, epoch):
+        for piece in source.shards[part.shard].pieces("text", part, 0, 1):
+            wanted = source.records_of(piece, part)
+            for _, text in raw_text.texts_of(piece, "text", wanted.__contains__):
+                yield os.path.basename(source.shards[part.shard].name), text
+
+
+@pytest.mark.parametrize("num_readers", [1, 3, 10, 100])
 def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
-    """In each epoch, and each reader has all records in as many epochs as there are readers."""
-    by_epoch, by_reader = Counter(), Counter()
-    for split in SPLITS:
-        source = source_of(folder, split, num_readers=num_readers)
-        for reader, epoch, shard in product(range(num_readers), range(num_readers), range(5)):
-            wanted = (source.records_of(shard, reader, epoch, first, first + 4) for first in range(1, 61, 4))
-            records = [record for some in wanted for record in sorted(some)]
-            by_epoch.update((epoch, shard, record) for record in records)
-            by_reader.update((reader, shard, record) for record in records)
-    every = Counter(product(range(num_readers), range(5), range(1, 61)))
-    assert by_epoch == by_reader == every
+    """In each epoch, whatever the sizes of the parts: most readers begin and end inside a shard."""
+    expected = Counter((f"{shard}.{ending}", text) for shard, ending in ENDINGS for text in texts_of(shard))
+    for epoch in range(3):
+        sources = [source_of(folder, split, num_readers=num_readers) for split in SPLITS]
+        documents = (read(source, reader, epoch) for source in sources for reader in range(num_readers))
+        assert Counter(chain.from_iterable(documents)) == expected
+        assert all(len([*read(source, 0, epoch)]) > 0 for source in sources[:1] if num_readers < 100)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+@pytest.mark.parametrize("counts", [(300, 100), (400, 4)])
+def test_shares_do_not_depend_on_the_sizes_of_shards(tmp_path, ending, counts):
+    """Documents of two shards are read in the proportion of their numbers, to within 1 % in some epochs."""
+    (tmp_path / "data").mkdir()
+    for shard, count in enumerate(counts):
+        write_records(tmp_path / "data" / f"{shard}.{ending}", [str(shard)] * count)
+    source = source_of(tmp_path, num_readers=4, split="1,0,0")
+    epochs = 200  # of which each reader's last one is not whole
+    tokens = torch.cat([source[index].tokens for index in range(epochs * sum(counts) * 2 // SEQ)])
+    in_second = int((tokens == ord("1")).sum())
+    assert in_second / (len(tokens) / 2) == pytest.approx(counts[1] / sum(counts), rel=2 / epochs)
 
 
 def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypatch):
@@ -90,6 +114,21 @@ def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypat
         other, fresh = source_of(folder, **changes), source_of(folder, **changes)
         other.load_state_dict(state)
         assert other.state_dict() == {} and digest(other[last]) == digest(fresh[last])
+
+
+def test_16_then_4_then_64_ranks_read_the_same_samples(folder):
+    size = 640
+    expected = samples_of(source_of(folder, num_readers=64), range(3 * size))
+    state = {}
+    for leg, ranks in enumerate((16, 4, 64)):
+        states = []
+        for rank in range(ranks):
+            source = source_of(folder, num_readers=64)
+            source.load_state_dict(json.loads(json.dumps(state)))
+            for (index,) in islice(GlobalSampler(leg * size, 1, rank, ranks), size // ranks):
+                assert digest(source[index]) == expected[index]
+            states.append(source.state_dict())
+        state = merge_states(states)
 
 
 def test_a_worker_s_error_is_the_sentence_alone(folder):
@@ -159,8 +198,8 @@ def failing(monkeypatch, times):
     """Lets each piece after the first of a file fail so many times."""
     real, failures = raw_text.read_pieces, Counter()
 
-    def read(path, key, start=0, first_record=1):
-        for piece, share in real(path, key, start, first_record):
+    def read(path, key, start=0, first_record=1, **settings):
+        for piece, share in real(path, key, start, first_record, **settings):
             failures[piece.first_record] += piece.first_record > 1
             if 0 < failures[piece.first_record] <= times:
                 raise raw_text.ReadFailure("cannot be read (Connection reset)")
@@ -186,9 +225,9 @@ def test_reading_is_tried_again_and_then_the_reader_is_named(tmp_path, monkeypat
     source = source_of(tmp_path, num_readers=2)
     for _ in range(2):  # asked again, it does not take the error for the end of the data
         with pytest.raises(RunError) as error:
-            samples_of(source, range(499, 500))
+            samples_of(source, range(600, 601))
     problem = "one.parquet cannot be read (Connection reset) from record 257 on, 5 times"
-    assert "reader 1 of 2: " in str(error.value) and problem in str(error.value)
+    assert "reader 0 of 2: " in str(error.value) and problem in str(error.value)
     assert "\n" not in str(error.value) and waits == [1, 2, 4, 8] * 2
 
 
@@ -233,34 +272,106 @@ def test_names_that_mean_nothing_are_refused(folder, monkeypatch):
         source_of(folder, paths=["org/name"])
 
 
-def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, waits):
-    """A folder stands for the hub: `datasets` reads both in the same way."""
+class Storage(MemoryFileSystem):
+    """Object storage that gives ranges of its objects, and counts their bytes."""
+
+    protocol = "counted"
+    fetched: ClassVar = Counter()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("counted://"))
+
+    def _open(self, path, mode="rb", **settings):
+        if mode != "rb":
+            return super()._open(path, mode, **settings)
+        return Ranges(self, path, size=self.info(path)["size"], **settings)
+
+
+class Ranges(AbstractBufferedFile):
+    def _fetch_range(self, start, end):
+        Storage.fetched[self.path.rpartition("/")[2]] += end - start
+        return self.fs.store[self.path].getvalue()[start:end]
+
+
+@pytest.fixture
+def storage():
+    """Copies files to counted://bucket/org/name@5a1."""
+    fsspec.register_implementation("counted", Storage, clobber=True)
+    url = "counted://bucket/org/name@5a1"
+    yield lambda paths: Storage().put([str(path) for path in paths], f"{url}/") or url
+    Storage().rm("/bucket", recursive=True)
+    Storage.fetched.clear()
+
+
+def test_a_folder_on_object_storage_gives_the_samples_of_a_copy(folder, storage):
+    for path in (folder / "data").glob("*.arrow"):  # on storage it is read through, so its records have other readers
+        path.unlink()
+    url = storage((folder / "data").iterdir())
+    expected = samples_of(source_of(folder), range(300))
+    for path in (url, f"{url}/*"):
+        source = source_of(folder, paths=[path], cache="remote")
+        assert samples_of(source, range(300)) == expected
+        state, again = source.state_dict(), source_of(folder, paths=[path], cache="remote")
+        again.load_state_dict(state)
+        assert samples_of(again, range(290, 330)) == samples_of(source, range(290, 330))
+    assert source.fingerprint == again.fingerprint
+    with pytest.raises(ConfigError, match=r'data\.paths = "counted://bucket/none": no such file or folder'):
+        source_of(folder, paths=["counted://bucket/none"])
+
+
+def test_a_reader_fetches_its_own_part(tmp_path, storage):
+    texts = [f"{number}{'x' * 4000}" for number in range(1000)]
+    url = storage(write_records(tmp_path / f"{number}.jsonl", texts) for number in range(4))
+    size, expected = (tmp_path / "0.jsonl").stat().st_size, Counter(texts * 4)
+    source = source_of(tmp_path, paths=[url], num_readers=16, split="1,0,0")
+    assert not Storage.fetched
+    for reader in range(16):
+        Storage.fetched.clear()
+        expected.subtract(text for _, text in read(source, reader, 0))
+        line, read_ahead = 5000, 1 << 16
+        assert Storage.fetched.total() <= 4 * size / 16 + 2 * line + 2 * read_ahead
+        assert len(Storage.fetched) == 1
+    assert not any(expected.values())
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz", "json"])
+def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, waits, storage, ending):
+    """Storage and, for endings that only `datasets` reads, a folder stand for the hub."""
     import datasets
     import huggingface_hub
 
     (tmp_path / "data").mkdir()
-    for number in range(3):
-        write_records(tmp_path / "data" / f"{number}.parquet", texts_of(number, 600))
-    load, asked = datasets.load_dataset, []
+    paths = [write_records(tmp_path / "data" / f"{number}.{ending}", texts_of(number, 600)) for number in range(3)]
+    load, asked, url = datasets.load_dataset, [], storage(paths)
+    siblings = [{"rfilename": path.name, "size": path.stat().st_size} for path in paths]
+    files = SimpleNamespace(config=SimpleNamespace(data_files={"train": [f"{url}/{path.name}" for path in paths]}))
 
     def load_folder(name, config, **settings):
         asked.append((name, config, settings.pop("revision")))
         return load(str(tmp_path / "data"), **settings)
 
     monkeypatch.setattr(datasets, "load_dataset", load_folder)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: files)
     info = huggingface_hub.hf_api.DatasetInfo
-    monkeypatch.setattr(
-        huggingface_hub.HfApi, "dataset_info", lambda self, name, **_: info(id=name, sha="5a1", tags=[], private=False)
-    )
+    info = info(id="org/name", sha="5a1", tags=[], private=False, siblings=siblings)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
     local, hub = source_of(tmp_path), source_of(tmp_path, paths=["org/name:big@main"], cache="hub")
-    assert asked == [("org/name", "big", "5a1")]
-    expected = samples_of(local, range(900))
-    assert samples_of(hub, range(900)) == expected
+    assert asked == ([("org/name", "big", "5a1")] if ending == "json" else [])
+    if ending != "json":  # whose sizes are unknown
+        assert samples_of(hub, range(900)) == samples_of(local, range(900))
+    expected, read_by_all = Counter(text for number in range(3) for text in texts_of(number, 600)), Counter()
+    whole = source_of(tmp_path, paths=["org/name:big@main"], split="1,0,0")
+    for reader in range(3):
+        read_by_all.update(text for _, text in read(whole, reader, 1))
+    assert read_by_all == expected
+    expected = samples_of(hub, range(900))
     again = source_of(tmp_path, paths=["org/name:big@main"], cache="hub")
     assert samples_of(again, range(890, 900)) == {index: expected[index] for index in range(890, 900)}
     assert again.fingerprint == hub.fingerprint != local.fingerprint
-    with pytest.raises(ConfigError, match=r'shard \d": has no column "body"; it has id, text'):
-        source_of(tmp_path, paths=["org/name"], text_key="body")[0]
+    if ending == "parquet":
+        with pytest.raises(ConfigError, match=r'\d.parquet": has no column "body"; it has id, text'):
+            source_of(tmp_path, paths=["org/name"], text_key="body")[0]
 
 
 def test_skipped_records_are_no_documents(folder, capfd):

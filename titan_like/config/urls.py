@@ -75,9 +75,13 @@ class RemotePath(PosixPath):
             names = {name.rstrip("/") for name in system.ls(path, detail=False)} - {path.rstrip("/")}
         return (self / name.rpartition("/")[2] for name in sorted(names))
 
-    def open(self, mode: str = "rb", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
-        """Open a file of bytes. Each read is a request, except in the first 64 KiB, which are cached."""
-        cache = {"cache_type": "first", "block_size": 2**16} if mode == "rb" else {}
+    def open(self, mode: str = "rb", buffering: int = -1, *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
+        """Open a file of bytes. Each read is a request, except in the first 64 KiB, which are cached.
+
+        With ``buffering``, a request reads that many bytes ahead instead.
+        """
+        kind = "first" if buffering < 0 else "readahead"
+        cache = {"cache_type": kind, "block_size": max(buffering, 2**16)} if mode == "rb" else {}
         with self.storage() as (system, path):
             return system.open(path, mode, **cache)
 

@@ -79,7 +79,8 @@ def open_source(request: DataRequest) -> Source:
     sources, weights = list[Source](), list[float | None]()
     for share in shares:
         opened = list[Source]()
-        local = local_paths(share.paths, request.cache_folder)
+        is_stream = format_of(request.section.dataset).is_stream  # which reads parts of files where they are
+        local = share.paths if is_stream else local_paths(share.paths, request.cache_folder)
         datasets = find_indexed(local, "data.paths") if format_of(request.section.dataset).is_tokenized else []
         for paths in [[path] for path in datasets] or [local]:
             section = request.section.model_copy(update={"paths": paths})

@@ -1,16 +1,15 @@
 """Records that are read and tokenized during the run: `data.dataset` "hf".
 
-A fixed number R of virtual readers, whatever the layout, shares the records of every shard. Sample i of the run is
-sample i div R of reader i mod R, so it is a function of i alone.
+A fixed number R of virtual readers, whatever the layout, shares the shards. Sample i of the run is sample i div R of
+reader i mod R, so it is a function of i alone.
 
-Of any R consecutive records of a shard, from a multiple of R on, each reader reads one. So all readers have the same
-share of every shard, whatever its size, and reach the end of an epoch together. In each epoch a reader has another
-share: in R epochs it reads every record once.
+In each epoch, the shards are laid end to end in another order and cut into R equal parts (see `partition`). Reader r
+reads part (r + epoch) mod R, and nothing else. So every record is read once an epoch.
 """
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -23,15 +22,14 @@ from titan_like.data.batch import Batch, without_labels
 from titan_like.data.loading.blend import BlendedSource
 from titan_like.data.loading.permutation import Permutation
 from titan_like.data.loading.stream_reader import Documents, Place, Reader, ReaderState
-from titan_like.data.readers.shards import find_shards
+from titan_like.data.readers.partition import SQRT_2, Part, is_in, parts_of
+from titan_like.data.readers.raw_text import Piece
+from titan_like.data.readers.shards import find_shards, numbers_of, sizes_of
 from titan_like.data.source import SPLITS, UNKNOWN_LENGTH, DataRequest, Source, digest_of
 from titan_like.data.text.packed import BY_RECORD, WHOLE, next_tokens, split_range, split_weights
 from titan_like.data.text.tokenizer import tokenizer_of
 
-# A record's place among the splits advances with its number by the golden ratio (`BY_RECORD`) and with its shard's
-# number by √2, as fractions of 2⁶⁴, so that any stretch of records, and any set of short shards, is divided fairly.
-_BY_SHARD = 0x6A09E667F3BCC909
-_DEALING = "each of R records in turn"  # in the fingerprint: another way of dealing out records is another stream
+_DIVISION = "parts of equal size"  # in the fingerprint: another way of dividing records is another stream
 
 
 def tokenized_times(section: Data, micro_batch_size: int, num_ranks: int) -> int:
@@ -55,6 +53,8 @@ class StreamSource(Source):
         self._weights = split_weights(section.split)
         self.tokenizer = tokenizer_of(section, request.vocab_size)
         self.shards, self._content = find_shards(section.paths, section.read_split, section.text_key)
+        self._sizes = sizes_of(self.shards)
+        self._order = -1, list[int]()  # of the last epoch that was asked for
         self._states: dict[str, list[int]] = {}  # where each reader of this process continues
         # By process and number: a copy in a worker of the loader must not move its parent's open files.
         self._readers: dict[tuple[int, int], Reader] = {}
@@ -96,7 +96,7 @@ class StreamSource(Source):
         section = self.request.section
         order = section.num_readers, self._weights, self.request.split, section.text_key
         tokens = section.token_options, self.tokenizer.first_ids, self.tokenizer.eod_id, self.tokenizer.digest
-        return digest_of(_DEALING, self._content, *order, tokens)
+        return digest_of(_DIVISION, self._content, *order, tokens)
 
     def _window(self, index: int) -> np.ndarray | None:
         sample, number = divmod(index, self.request.section.num_readers)
@@ -128,31 +128,29 @@ class StreamSource(Source):
         request = self.request
         return digest_of(self.fingerprint, request.seed, request.part, request.seq_len, request.section.bad_lines)
 
-    def shard_at(self, reader: int, epoch: int, place: int) -> int:
-        """The number of the shard at a place in a reader's order of an epoch."""
-        request, num_shards = self.request, len(self.shards)
-        if request.split == "train":
-            return Permutation(num_shards, "stream", request.seed, request.part, reader, epoch)(place)
-        return (place + reader * num_shards // request.section.num_readers) % num_shards
+    def parts(self, reader: int, epoch: int, num_readers: int | None = None) -> Iterator[Part]:
+        """The parts of shards that a reader reads in an epoch, in order."""
+        request, num_readers = self.request, num_readers or self.request.section.num_readers
+        last_epoch, order = self._order
+        if last_epoch != epoch:
+            order = list(range(len(self.shards)))
+            if request.split == "train":
+                order = list(map(Permutation(len(order), "stream", request.seed, request.part, epoch), order))
+            self._order = epoch, order
+        return parts_of(self._sizes, order, (reader + epoch) % num_readers, num_readers)
 
-    def records_of(self, shard: int, reader: int, epoch: int, first: int, stop: int) -> set[int]:
-        """The records from ``first`` to ``stop - 1`` of a shard, counted from 1, that a reader reads in an epoch."""
-        num_readers, split = self.request.section.num_readers, split_range(self._weights, self.request.split)
+    def records_of(self, piece: Piece, part: Part) -> list[int]:
+        """The records of a piece, counted as the piece does, that are in a part of its shard and in the split."""
+        cut, split = self.shards[part.shard].cut, split_range(self._weights, self.request.split)
         if not split:
-            return set()
-        # Blocks of records, and of shards, are rotated against each other. Otherwise, periodic records (long and short
-        # documents in turn) and remainders (shards of few records) would always go to the same readers.
-        turn = (reader - epoch - shard - int(self._turns(np.array([shard // num_readers], np.uint64))[0])) % num_readers
-        blocks = np.arange((first - 1) // num_readers, (stop - 2) // num_readers + 1, dtype=np.uint64)
-        numbers = blocks * num_readers + (turn + num_readers - self._turns(blocks)) % num_readers  # from 0
-        among_splits = numbers * BY_RECORD + shard * _BY_SHARD % WHOLE
-        chosen = (numbers >= first - 1) & (numbers < stop - 1)
-        chosen &= (among_splits >= split[0]) & (among_splits <= split[-1])
-        return set((numbers[chosen] + 1).tolist())
-
-    def _turns(self, blocks: np.ndarray) -> np.ndarray:
-        """The rotation of each block in readers, uint64: fractions of R that advance evenly with its number."""
-        return (blocks * _BY_SHARD >> 32) * self.request.section.num_readers >> 32
+            return []
+        numbers = numbers_of(piece, cut)
+        # Multiples of the golden ratio (`BY_RECORD`) divide any stretch of records fairly, those of √2 short shards.
+        among_splits = numbers * np.uint64(BY_RECORD) + np.uint64(part.shard * SQRT_2 % WHOLE)
+        chosen = (among_splits >= split[0]) & (among_splits <= split[-1])
+        if cut == "records":
+            chosen &= is_in(part, numbers)
+        return (piece.first_record + np.flatnonzero(chosen)).tolist()
 
 
 class BlendedStream(BlendedSource):

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from titan_like.config.errors import ConfigError, RunError, require
+from titan_like.data.readers.partition import Part
 from titan_like.data.readers.raw_text import BadRecord, Piece, ReadFailure, UnreadableError
-from titan_like.data.readers.shards import Shard
 from titan_like.data.text.preprocess import SKIP, documents_of, report
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ class Place(NamedTuple):
     """A document in a reader's stream."""
 
     epoch: int = 0
-    shard: int = 0  # in the order of the epoch
-    start: int = 0  # where the document's piece of the shard begins, in bytes or rows
-    first_record: int = 1  # number of that piece's first record
+    part: int = 0  # number of the part of a shard among the reader's parts of the epoch
+    start: int = 0  # where the document's piece of the shard begins, in bytes or rows; 0 is the beginning of the part
+    first_record: int = 1  # number of that piece's first record; lines are counted from the part's first one
     record: int = 1
 
 
@@ -57,28 +57,31 @@ class Documents:
         Raises a `ConfigError` if a shard is damaged, or if a record or the whole split has no text, and a `RunError` if
         a shard could not be read several times in a row.
         """
-        num_empty = 0  # epochs in a row; after as many as there are readers, this one has read the whole split
+        num_empty = 0  # epochs in a row
         is_train = self._source.request.split == "train"
         for epoch in count(place.epoch) if is_train else range(place.epoch, 1):
             num_empty += 1
-            for number in range(place.shard if epoch == place.epoch else 0, len(self._source.shards)):
-                begin = place if (epoch, number) == (place.epoch, place.shard) else Place(epoch, number)
-                for document in self._of_shard(begin):
+            for number, part in enumerate(self._source.parts(self._reader, epoch)):
+                if (epoch, number) < (place.epoch, place.part):
+                    continue
+                begin = place if (epoch, number) == (place.epoch, place.part) else Place(epoch, number)
+                for document in self._of_part(part, begin):
                     num_empty = 0
                     yield document
-            reason = "have no text for training; give more, or raise the share of training in data.split"
-            has_text = not is_train or num_empty <= self._section.num_readers
-            require(has_text, "data.paths", self._section.paths, reason)
+            if is_train and num_empty > self._section.num_readers:  # unlikely if there is any text
+                num_empty = 0
+                whole = (self._of_part(part, Place()) for part in self._source.parts(0, epoch, num_readers=1))
+                reason = "have no text for training; give more, or raise the share of training in data.split"
+                has_text = next(chain.from_iterable(whole), None) is not None
+                require(has_text, "data.paths", self._section.paths, reason)
 
-    def _of_shard(self, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        source, number = self._source, self._source.shard_at(self._reader, begin.epoch, begin.shard)
-        shard = source.shards[number]
-        for start, piece in self._pieces(shard, begin):
-            bounds = max(piece.first_record, begin.record), piece.first_record + piece.num_records
-            numbers = source.records_of(number, self._reader, begin.epoch, *bounds)
-            for record, tokens in documents_of(piece, self._section.text_key, source.tokenizer, numbers.__contains__):
+    def _of_part(self, part: Part, begin: Place) -> Iterator[tuple[Place, np.ndarray]]:
+        source = self._source
+        for start, piece in self._pieces(part, begin):
+            wanted = {record for record in source.records_of(piece, part) if record >= begin.record}
+            for record, tokens in documents_of(piece, self._section.text_key, source.tokenizer, wanted.__contains__):
                 self._counts["read"] += 1
-                name = f"{shard.name}:{record}"
+                name = f"{source.shards[part.shard].name}:{record}{self._after(part)}"
                 if not isinstance(tokens, BadRecord):
                     yield begin._replace(start=start, first_record=piece.first_record, record=record), tokens
                 elif self._section.bad_lines == "skip":
@@ -94,14 +97,19 @@ class Documents:
             reader = f"reader {self._reader} of {self._section.num_readers}"
             report(f"{reader} skipped {reason} ({bad:,} of {read:,} records so far)")
 
-    def _pieces(self, shard: Shard, place: Place) -> Iterator[tuple[int, Piece]]:
-        """The shard's pieces from the one of ``place`` on, each with its start. Tries again when reading fails."""
+    def _after(self, part: Part) -> str:
+        """Follows the number of a record in messages: a part inside a file of lines cannot count the lines before."""
+        return f" after byte {part.begin}" if self._source.shards[part.shard].cut == "lines" and part.begin else ""
+
+    def _pieces(self, part: Part, place: Place) -> Iterator[tuple[int, Piece]]:
+        """The part's pieces from the one of ``place`` on, each with its start. Tries again when reading fails."""
+        shard = self._source.shards[part.shard]
         start = place.start
         record = place.first_record
         tries = 0
         while True:
             try:
-                for piece in shard.pieces(self._section.text_key, start, record):
+                for piece in shard.pieces(self._section.text_key, part, start, record):
                     yield start, piece
                     start = piece.end
                     record = piece.first_record + piece.num_records
@@ -111,7 +119,7 @@ class Documents:
                 tries += 1
                 description = f"reader {self._reader} of {self._section.num_readers}: {shard.name} {failure}"
                 if tries == _TRIES:
-                    reason = f"{description} from record {record} on, {_TRIES} times in a row"
+                    reason = f"{description} from record {record}{self._after(part)} on, {_TRIES} times in a row"
                     reason += "; the same command resumes from the last checkpoint"
                     raise RunError(reason, of_this_process=True) from None
                 wait = 2 ** (tries - 1)

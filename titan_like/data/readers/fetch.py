@@ -55,7 +55,7 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
             with FileLock(f"{folder}.lock"):
                 missing = [name for name, path in copies.items() if not path.is_file()]
                 for start in range(0, len(missing), _TOGETHER):
-                    size = sum(files[name][0] for name in missing[start:])
+                    size = sum(files[name][0] or 0 for name in missing[start:])
                     message = f"fetching {url}: {len(missing) - start:,} files are left, {size / 1e6:,.0f} MB"
                     if size > 1e7:
                         print(message, file=sys.stderr, flush=True)
@@ -74,12 +74,20 @@ def fetch(patterns: Sequence[str], key: str, cache: Path | None = None) -> list[
     return [folder / name.lstrip("/") for name in named]
 
 
+def list_files(url: str) -> tuple[list[str], dict[str, tuple[int | None, str]]]:
+    """The matches of a URL or of a pattern of URLs, and all their files, with the size and version of each."""
+    with RemotePath(url).storage() as (system, _):
+        names, files = _listed(system, [url])
+        urls = {name: str(RemotePath(system.unstrip_protocol(name))) for name in {*names, *files}}
+    return [urls[name] for name in names], {urls[name]: file for name, file in files.items()}
+
+
 def source_name(path: Path) -> str:
     """A copy's name without the cache's folder, which differs between machines; any other path unchanged."""
     return path.as_posix().rpartition(f"{_ENDING}/")[2]
 
 
-def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, tuple[int, str]]]:
+def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, tuple[int | None, str]]]:
     """The matches of the patterns, and all their files with the size in bytes and the version of each."""
     matches: dict[str, Any] = {}
     for pattern in patterns:  # a name that exists comes first
@@ -97,4 +105,4 @@ def _listed(system: Any, patterns: Sequence[str]) -> tuple[list[str], dict[str, 
     }
     # Leave out objects that only mark a folder, and names whose copy would lie outside it.
     names = [name for name in sorted(files) if not name.endswith("/") and ".." not in name.split("/")]
-    return [name.rstrip("/") for name in matches], {name: (files[name]["size"] or 0, versions[name]) for name in names}
+    return [name.rstrip("/") for name in matches], {name: (files[name]["size"], versions[name]) for name in names}

@@ -21,7 +21,9 @@ from typing import Any
 
 from titan_like.config.errors import ConfigError, blamed_on, require
 from titan_like.config.paths import blaming, check_folder, parse_json, unreadable_reason, user_file
+from titan_like.config.urls import RemotePath
 from titan_like.data.readers import raw_text
+from titan_like.data.readers.fetch import fetch, list_files
 from titan_like.data.readers.indexed import prefix_of
 
 _WORDS = {"train": "train|training", "validation": "validation|valid|dev|val", "test": "test|testing|eval|evaluation"}
@@ -34,20 +36,45 @@ _MOST_NAMED = 6  # files in a line of the log
 def find_files(
     paths: list[str], key: str, no_text: str = "", split: str = "train", columns: raw_text.Key = ()
 ) -> list[Path]:
-    """The files that paths name, each once; from folders with several splits, the files of ``split``.
+    """The files that paths name, each once; see `find_kinds`."""
+    return list(find_kinds(paths, key, no_text, split, columns))
+
+
+def find_kinds(
+    paths: list[str], key: str, no_text: str = "", split: str = "train", columns: raw_text.Key = ()
+) -> dict[Path, str]:
+    """The files that paths name, with the kind of each; from folders with several splits, the files of ``split``.
 
     Raises a `ConfigError` about the setting ``key`` if a path names no file or an unreadable one, or a text file if
     there is a reason ``no_text`` to refuse it. ``columns`` are the columns to read, as for `kind_of`.
     """
-    files = _named_files(paths, key, raw_text.RECORD_ENDINGS if no_text else raw_text.KNOWN_ENDINGS, split)
-    for path in files:
+    kinds = {}
+    for path in _named_files(paths, key, raw_text.RECORD_ENDINGS if no_text else raw_text.KNOWN_ENDINGS, split):
         reason = unreadable_reason(path)
         require(reason is None, key, str(path), f"{reason}; name files of text or records")
         require(path.stat().st_size > 0, key, str(path), "the file is empty; remove it or give one with text")
         with blamed_on(key, str(path), raw_text.UnreadableError):
-            is_text = raw_text.kind_of(path, columns) == "text"
-        require(not (no_text and is_text), key, str(path), no_text)
-    return files
+            kinds[path] = raw_text.kind_of(path, columns)
+        require(not (no_text and kinds[path] == "text"), key, str(path), no_text)
+    return kinds
+
+
+def find_remote(url: str, key: str, split: str) -> dict[str, tuple[int | None, str]]:
+    """The files of records that a URL names, with the size and version of each. Folders are read as here."""
+    try:
+        matches, files = list_files(url)
+    except OSError as error:
+        hint = "correct the URL, the credentials or the network"
+        raise ConfigError(key, url, f"cannot be listed ({error.strerror}); {hint}") from None
+    require(files, key, url, "no such file or folder, and no file matches it as a glob pattern")
+    chosen = list[str]()
+    for match in matches:
+        names = [name.removeprefix(f"{match}/") for name in files if name.startswith(f"{match}/")]
+        names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+        paths = _files_of_folder(RemotePath(match), key, raw_text.RECORD_ENDINGS, split, names) if names else [match]
+        chosen += map(str, paths)
+    require(chosen, key, url, f"no file in the folder ends with {', '.join(raw_text.RECORD_ENDINGS)}")
+    return {name: files[name] for name in chosen}
 
 
 def find_indexed(paths: list[str], key: str) -> list[str]:
@@ -90,10 +117,15 @@ def named_paths(text: str) -> list[Path]:
     return sorted(map(Path, glob.glob(text, recursive=True)))
 
 
-def _files_of_folder(folder: Path, key: str, endings: tuple[str, ...], split: str) -> list[Path]:
-    below = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))  # follows links, skips hidden files
-    check_folder(key, (folder / path for path in below))
-    names = [str(path) for path in below if (folder / path).is_file() and "__" not in {part[:2] for part in path.parts}]
+def _files_of_folder(
+    folder: Path, key: str, endings: tuple[str, ...], split: str, names: list[str] | None = None
+) -> list[Path]:
+    """The files of a folder to read, of those that ``names`` lists, or of all that are in it."""
+    if names is None:
+        below = sorted(map(Path, glob.glob("**/*", root_dir=folder, recursive=True)))  # follows links, not hidden files
+        check_folder(key, (folder / path for path in below))
+        names = [str(path) for path in below if (folder / path).is_file()]
+    names = [name for name in names if "__" not in {part[:2] for part in Path(name).parts}]
     chosen = _saved(folder, key, split)
     if chosen is None:
         data = {name: raw_text.ending_of(Path(name)) for name in names if not _METADATA.fullmatch(Path(name).name)}
@@ -163,10 +195,14 @@ def _splits_of_names(names: list[str]) -> dict[str, list[str]]:
 
 def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, list[str]] | None:
     """Files by split, according to the metadata of README.md; None if it lists no splits."""
+    from fsspec.utils import glob_translate
     from huggingface_hub import metadata_load  # installed with the package tokenizers
 
     try:
-        configs = (metadata_load(folder / "README.md") or {})["configs"]
+        readme = folder / "README.md"
+        if isinstance(readme, RemotePath) and readme.is_file():
+            (readme,) = fetch([str(readme)], key)
+        configs = (metadata_load(readme) or {})["configs"]
         chosen = [c for c in configs if len(configs) == 1 or c["config_name"] == "default" or c.get("default")]
         names_of = ", ".join(config.get("config_name", "") for config in configs)
         reason = f"has several configurations ({names_of}); name the files or the folder of one"
@@ -175,14 +211,14 @@ def _splits_of_readme(folder: Path, key: str, names: list[str]) -> dict[str, lis
         if "data_files" not in chosen[0]:
             below = [name for name in names if Path(name).is_relative_to(inside)]
             return _splits_of_names(below) or (None if below == names else {"train": below})
-        stated, start = chosen[0]["data_files"], glob.escape(str(folder / inside))
+        stated = chosen[0]["data_files"]
         if not (isinstance(stated, list) and isinstance(stated[0], dict)):
             stated = [{"split": "train", "path": stated}]
         by_split = {}
         for entry in stated:
             patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
-            paths = {path for pattern in patterns for path in glob.glob(os.path.join(start, pattern), recursive=True)}
-            by_split[entry["split"]] = [name for name in names if str(folder / name) in paths]
+            matching = [re.compile(glob_translate(os.path.normpath(os.path.join(inside, x)))) for x in patterns]
+            by_split[entry["split"]] = [name for name in names if any(pattern.match(name) for pattern in matching)]
         return by_split
     except ConfigError:
         raise

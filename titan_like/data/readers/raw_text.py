@@ -12,14 +12,11 @@ Tables are read as `datasets` reads them, except that values stay text. All but 
 gzip, bzip2, xz or Zstandard (which needs zstandard).
 """
 
-import bz2
 import codecs
 import csv
 import io
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +28,10 @@ from typing import IO, Any
 
 from titan_like.config.errors import ConfigError, first_line, printable, shortened
 from titan_like.config.paths import parse_json
+from titan_like.config.urls import RemotePath
+from titan_like.data.readers.columnar import arrow_batches, parquet_batches
+from titan_like.data.readers.content import COMPRESSED, content, lines_before, next_line
+from titan_like.data.readers.partition import Part
 from titan_like.data.text.long_text import FindCut, cut_text
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".jsonlines", ".json")
@@ -38,7 +39,6 @@ TABLE_ENDINGS = (".csv", ".tsv")
 RECORD_ENDINGS = (".jsonl", ".parquet", ".arrow", *JSON_ENDINGS[1:], *TABLE_ENDINGS)
 KNOWN_ENDINGS = (*RECORD_ENDINGS, ".txt", ".text", ".md")
 _MAGIC = {"parquet": b"PAR1", "arrow": b"ARROW1"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _PIECE = 1 << 20  # bytes of JSON lines
 _CHUNK = 1 << 18  # bytes that are read at a time
 _HEAD = 1 << 16  # bytes at the beginning from which the kind is detected
@@ -80,15 +80,15 @@ class Piece:
 
 def ending_of(path: Path) -> str:
     """The file's ending in lower case, without a compression's: .jsonl for a.JSONL.gz."""
-    is_compressed = path.suffix.lower() in _COMPRESSED
+    is_compressed = path.suffix.lower() in COMPRESSED
     return (path.with_suffix("") if is_compressed else path).suffix.lower()
 
 
 def kind_of(path: Path, key: Key = ()) -> str:
     """ "jsonl", "json", "csv", "tsv", "parquet", "arrow" or "text", by the file's content, ending and columns."""
     head = b""
-    with _readable(), open(path, "rb") as file:
-        for chunk in _content(path, file, 0):
+    with _readable(path), path.open("rb") as file:
+        for chunk in _content(path, file, chunk_size=_HEAD):
             head += chunk
             if len(head) >= _HEAD:
                 break
@@ -131,8 +131,8 @@ def _json_kind(path: Path, head: bytes, is_whole: bool) -> str | None:
                 return "jsonl"
             if is_whole or not (error.msg.startswith("Unterminated") or error.pos >= len(characters) - 8):
                 return None
-        with open(path, "rb") as file:
-            records = _json_records(b"".join(_content(path, file, 0)))
+        with path.open("rb") as file:
+            records = _json_records(b"".join(_content(path, file)))
         if is_array or all(isinstance(record, dict) for record in records):
             return "json"
     return None
@@ -170,30 +170,54 @@ def _table_kind(head: bytes, is_whole: bool, key: Key) -> str | None:
     return None
 
 
+def cut_of(path: Path, kind: str) -> str:
+    """How to cut a file of a kind: "lines", "rows", or "records" if it has to be read from its beginning."""
+    if kind == "parquet" or (kind == "arrow" and not isinstance(path, RemotePath)):
+        return "rows"
+    return "lines" if kind == "jsonl" and path.suffix.lower() not in COMPRESSED else "records"
+
+
 def read_pieces(
-    path: Path, key: Key, start: int = 0, first_record: int = 1, find_cut: FindCut | None = None
+    path: Path,
+    key: Key,
+    start: int = 0,
+    first_record: int = 1,
+    find_cut: FindCut | None = None,
+    part: Part | None = None,
+    kind: str | None = None,
 ) -> Iterator[tuple[Piece, float]]:
     """The pieces of a file from ``start`` on, each with the fraction of the file that has been read by then.
 
     ``start`` is 0, as always in a text, or a `Piece.end`, and ``first_record`` the number of the record there. ``key``
     names the columns of a table. Nulls are left out of its rows: Arrow fills up each struct with the fields of the
     others. ``find_cut`` finds places to cut a long text, as `long_text.find_cut` does; without it, any place will do.
+    With a ``part``, only its records are read, unless the file is cut by "records" (see `cut_of`). Lines are then
+    counted from the part's first one.
 
     Raises an `UnreadableError` if the file is damaged, lacks the column or needs a package that is missing, and a
     `ReadFailure` if the operating system failed to read it.
     """
-    kind = kind_of(path, key)
-    with _readable(), open(path, "rb") as file:
+    kind = kind or kind_of(path, key)
+    is_remote = isinstance(path, RemotePath)
+    with _readable(path), path.open("rb", buffering=_HEAD if is_remote else -1) as file:
         if kind in _MAGIC:
-            batches = _parquet_batches(path, key, start) if kind == "parquet" else _arrow_batches(path, key)
+            source, columns_of = file if is_remote else str(path), partial(_columns, key=key)
+            batches = arrow_batches(source, columns_of, start, part)
+            if kind == "parquet":
+                batches = parquet_batches(source, columns_of, start, part, _ROWS, _PIECE)
             yield from _rows(batches, start)
             return
         if kind == "json":
-            yield from _rows([(0, _json_records(b"".join(_content(path, file, 0))), 1.0)], start)
+            yield from _rows([(0, _json_records(b"".join(_content(path, file))), 1.0)], start)
+            return
+        if part and cut_of(path, kind) == "lines":
+            start = start or next_line(file, part.begin)
+            for piece in _lines(lines_before(file, start, part.end, _PIECE), start, first_record):
+                yield piece, piece.end / part.size
             return
         size = max(path.stat().st_size, 1)
         if kind in _SEPARATORS:
-            whole_lines = (bytes(piece.content) for piece in _lines(_content(path, file, 0), 0, 1))
+            whole_lines = (bytes(piece.content) for piece in _lines(_content(path, file), 0, 1))
             texts = codecs.iterdecode(whole_lines, "utf-8-sig")
             lines = chain.from_iterable(io.StringIO(text, newline="") for text in texts)  # no other character ends one
             rows = _table_rows(csv.reader(lines, delimiter=_SEPARATORS[kind], strict=True), key)
@@ -206,7 +230,7 @@ def read_pieces(
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def _readable(path: Path) -> Iterator[None]:
     """Turn any error of reading into one of the two errors of this module."""
     try:
         yield
@@ -219,38 +243,14 @@ def _readable() -> Iterator[None]:
     except UnicodeDecodeError:
         raise UnreadableError("is not valid UTF-8; convert it") from None
     except Exception as error:  # a format's library may raise anything
-        if isinstance(error, OSError) and error.errno is not None:  # libraries' own errors have no errno
+        has_errno = isinstance(error, OSError) and error.errno is not None  # libraries' own errors of damage have none
+        if has_errno or isinstance(path, RemotePath):  # clients of storage may raise anything
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None
         raise UnreadableError(f"is damaged ({first_line(error)}); copy or write it again") from None
 
 
-def _content(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
-    """The uncompressed content from byte ``start`` on, in chunks."""
-    if path.suffix.lower() not in _COMPRESSED:
-        file.seek(start)
-        yield from iter(partial(file.read, _CHUNK), b"")
-        return
-    for chunk in _decompressed(file, path.suffix.lower()):
-        yield chunk[start:]
-        start = max(0, start - len(chunk))
-
-
-def _decompressed(file: IO[bytes], compression: str) -> Iterator[bytes]:
-    """All members of a file. Python's own readers stop at a member with a damaged beginning, without an error."""
-    new: Any = {".gz": partial(zlib.decompressobj, 31), ".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
-    if compression == ".zst":
-        from zstandard import ZstdDecompressor
-
-        new[".zst"] = lambda: ZstdDecompressor(max_window_size=2**31).decompressobj()
-    member = None
-    for chunk in iter(partial(file.read, _CHUNK >> 5), b""):  # small, because it may grow a thousandfold
-        while chunk := chunk if member else chunk.lstrip(b"\0"):  # zeros may fill up the space after a member
-            member = member or new[compression]()
-            yield member.decompress(chunk)
-            chunk = member.unused_data if member.eof else b""
-            member = None if member.eof else member
-    if member is not None:
-        raise EOFError
+def _content(path: Path, file: IO[bytes], start: int = 0, chunk_size: int | None = None) -> Iterator[bytes]:
+    return content(file, path.suffix.lower(), start, chunk_size or _CHUNK)
 
 
 def _lines(chunks: Iterable[bytes], at: int, record: int) -> Iterator[Piece]:
@@ -307,39 +307,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return list(map(_without_nulls, value)) if isinstance(value, list) else value
-
-
-def _parquet_batches(path: Path, key: Key, start: int) -> Iterator[tuple[int, Any, float]]:
-    """First row, columns and share of the file read, for each batch from the one with row ``start`` on."""
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(str(path), buffer_size=_PIECE) as file:  # buffered, since a row group may be a gigabyte
-        columns = _columns(file.schema_arrow.names, key)
-        groups, at = list(range(file.num_row_groups)), 0
-        while groups and at + file.metadata.row_group(groups[0]).num_rows <= start:
-            at += file.metadata.row_group(groups.pop(0)).num_rows
-        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=columns):
-            yield at, batch, (at + len(batch)) / file.metadata.num_rows
-            at += len(batch)
-
-
-def _arrow_batches(path: Path, key: Key) -> Iterator[tuple[int, Any, float]]:
-    """As `_parquet_batches`, of either of Arrow's IPC formats. Datasets are saved as streams, without an index."""
-    from pyarrow import ArrowInvalid, OSFile, ipc
-
-    with OSFile(str(path)) as file:
-        size, at = max(1, file.size()), 0
-        try:
-            reader = ipc.open_file(file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        except ArrowInvalid:
-            file.seek(0)
-            reader = ipc.open_stream(file)
-            batches = iter(reader)
-        columns = _columns(reader.schema.names, key)
-        for batch in batches:
-            yield at, batch.select(columns), file.tell() / size
-            at += len(batch)
 
 
 def _table_rows(rows: Iterator[list[str]], key: Key) -> Iterator[dict[str, str] | BadRecord]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,27 @@ from typing import Any
 import numpy as np
 
 from titan_like.config.errors import ConfigError, first_line, require
-from titan_like.data.readers.files import find_files, named_paths
-from titan_like.data.readers.raw_text import RECORD_ENDINGS, Piece, ReadFailure, UnreadableError, ending_of, read_pieces
+from titan_like.config.urls import is_url, path_of
+from titan_like.data.readers.files import find_kinds, find_remote, named_paths
+from titan_like.data.readers.partition import SQRT_2, Part
+from titan_like.data.readers.raw_text import (
+    RECORD_ENDINGS,
+    Piece,
+    ReadFailure,
+    UnreadableError,
+    cut_of,
+    ending_of,
+    read_pieces,
+)
 
 # The fingerprint of a stream samples this many files, pieces of each, and bytes of a piece.
 _FILES = 64
 _PIECES = 3
 _PIECE = 4096
 _ROWS = 256  # rows of a dataset on the hub in a piece
+_KINDS = {ending: ending[1:] for ending in (".jsonl", ".parquet", ".arrow", ".csv", ".tsv")}  # of files at URLs
+_KINDS |= {".ndjson": "jsonl", ".jsonlines": "jsonl"}
+_UNKNOWN_SIZE = 1 << 32
 _NOTHING = "no such file or folder, and no file matches it as a glob pattern; a name of the Hugging Face hub would be "
 _NOTHING += "like org/name, org/name:config or org/name@revision"
 _NO_TEXT = 'contains text; a stream reads JSON, tables, parquet and arrow; set data.dataset = "text"'
@@ -26,14 +39,29 @@ _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+
 
 
 @dataclass(frozen=True)
-class LocalShard:
+class FileShard:
     """A file of JSON, a table, parquet or arrow."""
 
-    name: str  # its path
+    path: Path
+    size: int | None  # in bytes; None if it is unknown
+    kind: str  # see `kind_of`; of a URL by its ending alone, and empty if that does not decide
 
-    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """The pieces from ``start`` on; see `read_pieces`."""
-        return (piece for piece, _ in read_pieces(Path(self.name), key, start, first_record))
+    @property
+    def name(self) -> str:
+        """The file's path."""
+        return str(self.path)
+
+    @property
+    def cut(self) -> str:
+        """How it is cut; see `cut_of`."""
+        return cut_of(self.path, self.kind)
+
+    def pieces(self, key: str, part: Part, start: int, first_record: int) -> Iterator[Piece]:
+        """The pieces of a part from ``start`` on; see `read_pieces`."""
+        for piece, _ in read_pieces(self.path, key, start, first_record, part=part, kind=self.kind or None):
+            if piece.kind == "text":
+                raise UnreadableError(_NO_TEXT)
+            yield piece
 
 
 @dataclass(frozen=True)
@@ -43,9 +71,11 @@ class HubShard:
     name: str
     dataset: Any  # datasets.IterableDataset
     number: int
+    size = None
+    cut = "records"
 
-    def pieces(self, key: str, start: int, first_record: int) -> Iterator[Piece]:
-        """Pieces as in `LocalShard.pieces`. Errors other than known damage count as network failures."""
+    def pieces(self, key: str, part: Part, start: int, first_record: int) -> Iterator[Piece]:
+        """Pieces as in `FileShard.pieces`. Errors other than known damage count as network failures."""
         try:
             rows = self.dataset.shard(num_shards=self.dataset.num_shards, index=self.number).skip(start)
             for batch in rows.iter(batch_size=_ROWS):
@@ -59,7 +89,25 @@ class HubShard:
             raise ReadFailure(f"cannot be read ({first_line(error)})") from None
 
 
-Shard = LocalShard | HubShard
+Shard = FileShard | HubShard
+
+
+def sizes_of(shards: Sequence[Shard]) -> np.ndarray:
+    """The sizes by which readers divide the shards, int64 [shards]; all the same if one is unknown."""
+    sizes = [shard.size for shard in shards]
+    return np.array(sizes if None not in sizes and any(sizes) else [_UNKNOWN_SIZE] * len(shards), np.int64)
+
+
+def numbers_of(piece: Piece, cut: str) -> np.ndarray:
+    """A number for each record of a piece, uint64 [records], that depends on its place in the shard alone.
+
+    It is the record's number, from 0. In a shard cut by lines it is a hash of the byte at which the line begins.
+    """
+    if cut == "lines":
+        content = np.frombuffer(bytes(piece.content), np.uint8)
+        begins = np.concatenate([[0], np.flatnonzero(content == ord("\n")) + 1]) + (piece.end - len(content))
+        return (begins[: piece.num_records].astype(np.uint64) * np.uint64(SQRT_2)) >> np.uint64(32)
+    return np.arange(piece.first_record - 1, piece.first_record - 1 + piece.num_records, dtype=np.uint64)
 
 
 def find_shards(paths: list[str], split: str = "train", column: str = "text") -> tuple[list[Shard], str]:
@@ -68,16 +116,20 @@ def find_shards(paths: list[str], split: str = "train", column: str = "text") ->
     shards: dict[str, Shard] = {}
     identity: list[object] = []
     for path in paths:
-        is_on_hub = _HUB_NAME.fullmatch(path) and ending_of(Path(path)) not in RECORD_ENDINGS and not named_paths(path)
-        if is_on_hub:
+        has_ending = ending_of(Path(path)) in RECORD_ENDINGS
+        if is_url(path):
+            remote = find_remote(path, "data.paths", split)
+            shards |= {url: _remote_shard(url, size) for url, (size, _) in remote.items()}
+            identity.append(list(remote.items()))
+        elif _HUB_NAME.fullmatch(path) and not has_ending and not named_paths(path):
             hub_shards, revision = _shards_of_hub(path, split)
             identity.append((path, revision, len(hub_shards)))
             shards |= {shard.name: shard for shard in hub_shards}
         else:
             require(named_paths(path), "data.paths", path, _NOTHING)
-            files = find_files([path], "data.paths", _NO_TEXT, split, column)
-            shards |= {str(file): LocalShard(str(file)) for file in files}
-    local = [Path(shard.name) for shard in shards.values() if isinstance(shard, LocalShard)]
+            kinds = find_kinds([path], "data.paths", _NO_TEXT, split, column)
+            shards |= {str(file): FileShard(file, file.stat().st_size, kind) for file, kind in kinds.items()}
+    local = [file for shard in shards.values() if isinstance(shard, FileShard) and not is_url(str(file := shard.path))]
     identity += [(file.name, file.stat().st_size) for file in local]
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=16)
     for number in sorted({*np.linspace(0, len(local) - 1, _FILES).astype(int)} if local else ()):
@@ -88,10 +140,14 @@ def find_shards(paths: list[str], split: str = "train", column: str = "text") ->
     return list(shards.values()), digest.hexdigest()
 
 
-def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
+def _remote_shard(url: str, size: int | None) -> FileShard:
+    return FileShard(path_of(url), size, _KINDS.get(ending_of(Path(url)), ""))
+
+
+def _shards_of_hub(path: str, split: str) -> tuple[Sequence[Shard], str]:
     """The shards of a split of a dataset on the hub, and its current revision."""
     try:
-        from datasets import disable_progress_bars, load_dataset
+        from datasets import disable_progress_bars, load_dataset, load_dataset_builder
         from huggingface_hub import HfApi
     except ImportError:
         reason = "no such file or folder, and a name of the Hugging Face hub needs the package datasets"
@@ -99,11 +155,16 @@ def _shards_of_hub(path: str, split: str) -> tuple[list[HubShard], str]:
     name, config, revision = _HUB_NAME.fullmatch(path).group("name", "config", "revision")  # type: ignore[union-attr]
     disable_progress_bars()
     try:
-        revision = HfApi().dataset_info(name, revision=revision, timeout=30).sha
+        info = HfApi().dataset_info(name, revision=revision, timeout=30, files_metadata=True)
+        revision = str(info.sha)
+        files = (load_dataset_builder(name, config, revision=revision).config.data_files or {}).get(split, ())
+        if files and all(_KINDS.get(ending_of(Path(url))) in ("parquet", "jsonl") for url in files):
+            sizes = {file.rfilename: file.size for file in info.siblings or ()}
+            return [_remote_shard(url, sizes.get(url.partition("@")[2].partition("/")[2])) for url in files], revision
         dataset = load_dataset(name, config, split=split, revision=revision, streaming=True)
     except Exception as error:  # from the network, the hub, or the dataset's own format
         reason = f"no such file or folder, nor can the Hugging Face hub give it ({first_line(error)})"
         hint = "correct the name, or download it and name the folder"
         raise ConfigError("data.paths", path, f"{reason}; {hint}") from None
     shards = [HubShard(f"{path} shard {number}", dataset, number) for number in range(dataset.num_shards)]
-    return shards, str(revision)
+    return shards, revision
