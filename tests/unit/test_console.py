@@ -1,11 +1,9 @@
-import io
 import math
-import sys
 from dataclasses import replace
 
 import pytest
 
-from titan_like.metrics.console import Console, LineContext, format_log_line, format_validation
+from titan_like.metrics.console import Console, LineContext, format_log_line
 from titan_like.metrics.flops import Throughput
 from titan_like.metrics.record import StepRecord
 
@@ -58,12 +56,6 @@ def test_short_line():
     )
     terms = line(bad[2], style="short", context=alone)
     assert "/250000 | lm loss 2.5000 | sentence loss 0.5000 | grad" in terms and "loss scale" not in terms
-
-
-def test_validation_line():
-    figures = {"validation_loss": 2.25, "validation_loss/books": 3.0, "lambada/accuracy": 0.4375}
-    told = " step 20 | validation loss 2.2500 | validation loss/books 3.0000 | lambada/accuracy 0.4375"
-    assert format_validation(20, figures) == told
 
 
 def test_line_is_the_contract_s():
@@ -142,28 +134,3 @@ def test_line_ends_with_the_time_that_is_left():
     for step in range(6, 106):  # only the most recent count
         console.add(record(step=step, step_time_s=1.0, global_batch_size=2, consumed_samples=2 * step))
     assert console.seconds_left() == 895
-
-
-def test_line_stays_whole_above_the_progress_bar(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    console = Console(True)
-    console.start(total_steps=10, total_samples=768)
-    console.print(CONTRACT)
-    console.add(record(step=5))
-    assert console.seconds_left() is None  # the bar has it
-    console.close()
-    assert CONTRACT + "\n" in terminal.getvalue()
-    assert "5/10" in terminal.getvalue()
-    silent = Console(False)
-    silent.start(total_steps=10, total_samples=768)
-    before = terminal.getvalue()
-    silent.add(record(step=5))
-    silent.close()
-    assert terminal.getvalue() == before

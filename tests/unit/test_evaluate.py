@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from titan_like.config.schema import TokenOptions
 from titan_like.data.readers.raw_text import UnreadableError
 from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
-from titan_like.evaluate.task import Score, Task, TextSettings, ending_window, read_file, sliding_windows
+from titan_like.evaluate.task import Score, Task, TextSettings, ending_window, sliding_windows
 from titan_like.evaluate.tasks import (
     count_words,
     detokenize,
@@ -107,11 +106,6 @@ def test_records_are_texts_of_their_own(tmp_path: Path, name: str) -> None:
     sizes = [len(text.encode()) for text in PASSAGES]
     assert results["tokens"] == sum(sizes) - len(sizes)  # not the first ones
     assert results["bits_per_byte"] == pytest.approx((sum(sizes) - len(sizes)) / (sum(sizes) + 1))
-
-
-def test_a_table_of_words_has_texts_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text,label\nsun,warm\nmoon,cold\n")
-    assert read_file(tmp_path / "a.txt") == [(1, "sun"), (2, "moon")]
 
 
 def test_lambada_splits_off_the_last_word() -> None:
@@ -239,14 +233,3 @@ def test_a_bad_task_is_one_sentence(tmp_path: Path, spec: str, monkeypatch: pyte
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=problem):
         open_tasks(named_tasks("--task", [spec], GPT), ByteTokenizer(), TextSettings(8, 4))
-
-
-def test_names_of_tasks(tmp_path: Path) -> None:
-    paths: dict[str, Any] = {name: tmp_path / f"{name}.txt" for name in ("a", "b")}
-    for path in paths.values():
-        path.write_text("two words")
-    specs = [f"text={paths['a']}", f"lambada={paths['a']}", f"text={paths['b']}"]
-    tasks = open_tasks(named_tasks("--task", specs, GPT), ByteTokenizer(), TextSettings(8, 4))
-    assert [task.name for task in tasks] == ["text/a", "lambada", "text/b"]
-    with pytest.raises(ConfigError, match="both be called text/a"):
-        named_tasks("--task", [specs[0], specs[0]], GPT)

@@ -1,22 +1,19 @@
 """What commands that read a checkpoint accept: layouts, folders, and files for their results."""
 
 import json
-import math
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from jinja2 import UndefinedError
 
 import titan_like
 from tests.unit.hugging_face_cases import save_checkpoint
 from titan_like.commands import evaluate, generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
-from titan_like.config.options import check_output_file, json_text, write_json
+from titan_like.config.options import check_output_file, write_json
 from titan_like.config.schema import Model
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import Sampling
@@ -44,16 +41,6 @@ def test_training_only_rules_do_not_keep_a_checkpoint_from_being_read(case: str)
     found, _, degrees = resolve_for_inference(config, world_size)
     assert found == config
     assert degrees.pipeline * degrees.data_parallel == world_size
-
-
-def test_rules_of_the_layout_hold_for_reading_too() -> None:
-    for settings in (["tensor_parallel_degree=3"], ["pipeline_parallel_degree=3", "pipeline_layers=[1,1,1]"]):
-        config = load_config([*RUN, *(f"--parallelism.{setting}" for setting in settings)])
-        with pytest.raises(ConfigError, match=settings[-1].partition("=")[0]):
-            resolve_for_inference(config, 3)
-        assert resolve_for_inference(config, 1)[2].tensor == 1  # one process takes the whole model
-    with pytest.raises(ConfigError, match="does not divide the 3 processes"):
-        resolve_for_inference(load_config([*RUN, "--parallelism.tensor_parallel_degree=2"]), 3)
 
 
 def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> None:
@@ -148,19 +135,6 @@ def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...
         load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("module", [evaluate, generate])
-def test_a_file_for_results_is_checked_first(module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESULTS", str(tmp_path))
-    assert module.build_parser().parse_args(["--json", "$RESULTS/x.json"]).json == f"{tmp_path}/x.json"
-    with pytest.raises(ConfigError, match="variable NOWHERE, which is not set; set it"):
-        module.build_parser().parse_args(["--json", "$NOWHERE/x"])
-    (tmp_path / "file").write_text("")
-    for path in (str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json", "-"):
-        with pytest.raises(ConfigError, match=r'--json = ".*": not a file in a folder that you may write to; name one'):
-            module.build_parser().parse_known_args(["--json", path])
-    module.build_parser().parse_known_args(["--json", "/dev/null"])
-
-
 def test_results_replace_nothing_but_json(tmp_path: Path) -> None:
     names = ("text.txt", "metrics.jsonl", "old.json")
     for name in names:
@@ -171,91 +145,3 @@ def test_results_replace_nothing_but_json(tmp_path: Path) -> None:
     write_json(str(tmp_path / "old.json"), {})
     assert {name: (tmp_path / name).read_text() for name in names} == {n: n for n in names[:-1]} | {"old.json": "{}\n"}
     assert not list(tmp_path.glob("*.unfinished"))
-
-
-HARNESS_ONLY = {
-    "--limit 3": "--limit = 3: is for --lm_eval only",
-    "--lm_eval a --limit 0": "--limit = 0: must be at least 1",
-    "--num_fewshot -1": "--num_fewshot = -1: must be at least 0",
-    "--lm_eval=": '--lm_eval = "": names no task',
-    "--lm_eval_folder .": '--lm_eval_folder = ".": is for --lm_eval only',
-    "--lm_eval a --lm_eval_folder ./none": '--lm_eval_folder = "./none": is not a folder',
-    "--lm_eval a --apply_chat_template=": '--apply_chat_template = "": names no chat template',
-    "--lm_eval a --fewshot_as_multiturn yes": '--fewshot_as_multiturn = "true": turns are for --apply_chat_template',
-}
-
-
-@pytest.mark.parametrize("arguments", HARNESS_ONLY)
-def test_options_of_the_harness(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if it were installed
-    with pytest.raises(ConfigError) as error:
-        evaluate.check_options(evaluate.build_parser().parse_args(arguments.split()))
-    assert str(error.value).startswith(HARNESS_ONLY[arguments])
-
-
-@pytest.mark.parametrize("task", ["--lm_eval=hellaswag", "--task=lambada=passages.txt"])
-def test_a_stride_is_refused_where_no_text_is_cut(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if the harness were installed
-    monkeypatch.chdir(tmp_path)
-    for name in ("passages.txt", "words.txt"):
-        (tmp_path / name).write_text("the quick brown fox")
-    with pytest.raises(ConfigError, match="--stride = 3: is for the tasks text and wikitext103 only; leave it out"):
-        evaluate.main([task, "--stride=3"])
-    with pytest.raises(ConfigError, match=r"no such folder; train with checkpoint.enable"):
-        evaluate.main([task, "--stride=3", "--task=text=words.txt"])
-
-
-def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness_tasks = without_own_tasks(monkeypatch)
-    for number in (1, 2):  # !function is not followed before the task is built
-        (tmp_path / f"{number}.yaml").write_text(f"task: mine_{number}\ndoc_to_text: !function nowhere.text")
-    (tmp_path / "all.yaml").write_text("group: all\ntask: [mine_1, mine_2]")
-    (tmp_path / "lost.yaml").write_text("group: lost\ntask: [none]")
-    names, tasks = harness_tasks.find_tasks(["*", "all", "mine_1"], str(tmp_path))
-    assert names == ["mine_1", "mine_2", "all"]  # a pattern stands for single tasks
-    told = r'--lm_eval = "mine_2": the harness cannot build this \(ImportError: .*\'nowhere\'.*\); see its YAML file'
-    with pytest.raises(ConfigError, match=told):
-        tasks.load(["mine_2"])
-    with pytest.raises(ConfigError, match=r'--lm_eval = "lost": the harness cannot build this'):
-        tasks.load(["lost"])
-
-
-def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that finds the harness's tasks, without the thousands that it comes with."""
-    pytest.importorskip("lm_eval")
-    from titan_like.evaluate import harness as harness_tasks
-
-    few = partial(harness_tasks.HarnessTasks, include_defaults=False)
-    monkeypatch.setattr(harness_tasks, "HarnessTasks", few)
-    return harness_tasks
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (UndefinedError("'x' is undefined"), r"a template of a, b cannot be filled in \('x' is undefined\); correct"),
-        (FileNotFoundError("no q.jsonl"), r"the harness cannot load its data \(no q.jsonl\)"),
-    ],
-)
-def test_a_task_of_the_harness_that_cannot_be_used(
-    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("lm_eval")
-    from titan_like.evaluate import harness
-
-    def fail(*_args: Any, **_options: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(harness.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(harness.evaluator, "simple_evaluate", fail)
-    with pytest.raises(RunError, match=told):
-        harness.run_harness(cast(Any, None), ["a", "b"], cast(Any, None), None, None)
-
-
-def test_json_has_no_infinity() -> None:
-    found = {"a": [1, math.inf, {"b": (math.nan, 0.5)}], "c": "inf", "d": True}
-    assert json.loads(json_text(found), parse_constant=pytest.fail) == {
-        "a": [1, None, {"b": [None, 0.5]}],
-        "c": "inf",
-        "d": True,
-    }

@@ -92,11 +92,6 @@ def test_interval_attention_and_its_gradients(
         assert (found - wanted).abs().max() <= bound() * wanted.abs().max()
 
 
-def test_causal_layers_share_no_mask_with_others() -> None:
-    causal, other = (AttentionCore(0.0, is_causal=is_causal, softcap=5.0) for is_causal in (True, False))
-    assert causal.mask_settings != other.mask_settings
-
-
 def test_masks_and_settings_that_attention_cannot_take_are_refused() -> None:
     visible, (q, k, v) = intervals(1, 7, torch.Generator().manual_seed(1)), torch.zeros(3, 1, 2, 7, 8)
     assert AttentionCore(0.0, window=7).key_ranges(1, 7, q.device, visible) is visible  # which is no window
@@ -109,16 +104,6 @@ def test_masks_and_settings_that_attention_cannot_take_are_refused() -> None:
             AttentionCore(**refused)
 
 
-def test_half_types_round_only_their_inputs_and_outputs() -> None:
-    generator = torch.Generator().manual_seed(0)
-    visible = intervals(2, 33, generator)
-    q, k, v = (torch.randn(2, 2, 33, 16, generator=generator).bfloat16() for _ in range(3))
-    found = interval_attention(q, k, v, visible, Scores(16**-0.5))
-    wanted = dense(q.double(), k.double(), v.double(), visible.mask())
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
-
-
 def test_operator_is_correct_for_torch() -> None:
     visible = intervals(2, 12, torch.Generator().manual_seed(0))
     q, k, v = (torch.randn(2, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -127,6 +112,7 @@ def test_operator_is_correct_for_torch() -> None:
     torch.library.opcheck(torch.ops.titan_like.interval_attention.default, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [256, 300, 40])
 @in_float64()
 def test_block_mask_is_the_same_mask(seq_len: int) -> None:
@@ -236,6 +222,7 @@ def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs(tmp_path: Path)
     assert 0 < kibibytes < 256 << 10, f"{kibibytes / 1024:.0f} MiB"  # a byte for every pair would be 1 GiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 2.0, False), (70, 0.0, True), (70, 2.0, True)])
 @in_float64()
 def test_flex_attention_with_windows_soft_caps_and_sinks(

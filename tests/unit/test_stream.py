@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from collections import Counter
-from itertools import islice, product
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +18,9 @@ from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.loading import stream_reader
 from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.loading.stream import StreamSource, tokenized_times
+from titan_like.data.loading.stream import StreamSource
 from titan_like.data.readers import raw_text, shards
-from titan_like.data.source import IGNORED_LABEL, SPLITS, UNKNOWN_LENGTH, DataRequest
+from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.text.tokenizer import ByteTokenizer
 from titan_like.verify.watch import digest
 
@@ -50,21 +50,6 @@ def source_of(folder, of="train", cache="cache", **section):
 
 def samples_of(source, indices):
     return {index: digest(source[index]) for index in indices}
-
-
-@pytest.mark.parametrize("num_readers", [1, 3, 10])
-def test_readers_and_splits_divide_the_records_among_them(folder, num_readers):
-    """In each epoch, and each reader has all records in as many epochs as there are readers."""
-    by_epoch, by_reader = Counter(), Counter()
-    for split in SPLITS:
-        source = source_of(folder, split, num_readers=num_readers)
-        for reader, epoch, shard in product(range(num_readers), range(num_readers), range(5)):
-            wanted = (source.records_of(shard, reader, epoch, first, first + 4) for first in range(1, 61, 4))
-            records = [record for some in wanted for record in sorted(some)]
-            by_epoch.update((epoch, shard, record) for record in records)
-            by_reader.update((reader, shard, record) for record in records)
-    every = Counter(product(range(num_readers), range(5), range(1, 61)))
-    assert by_epoch == by_reader == every
 
 
 def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypatch):
@@ -116,17 +101,6 @@ def test_held_out_samples_have_no_labels_after_their_end(folder):
     assert set(source[10**9].tokens.tolist()) == {EOD}
     lengths = [len(source_of(folder, "validation", split=split)) for split in ("8,1,1", "1,0,0", "1,0.0001,0")]
     assert lengths == [UNKNOWN_LENGTH, 0, 0]  # of the last one, there is not one record
-
-
-@pytest.mark.parametrize("readers", [1, 6, 16, 24, 48])
-def test_how_often_samples_are_tokenized_is_known(readers):
-    for size, ranks, workers in product([1, 3, 4], [1, 2, 4], [0, 1, 2, 3]):
-        pairs = set()
-        for rank in range(ranks):
-            for number, microbatch in enumerate(islice(GlobalSampler(0, size, rank, ranks), 200)):
-                pairs |= {(rank, number % max(1, workers), index % readers) for index in microbatch}
-        section = Data(dataset="hf", num_readers=readers, num_workers=workers)
-        assert tokenized_times(section, size, ranks) == len(pairs) / readers, (size, ranks, workers)
 
 
 def test_fingerprint_tells_what_decides_the_samples(folder):

@@ -110,12 +110,6 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     assert sorted(found.name for found in tmp_path.glob("*.jsonl")) == [*aside, "metrics.jsonl"]
 
 
-def test_a_run_that_ended_before_its_first_step_has_no_file_of_its_own(tmp_path):
-    for _ in range(2):
-        JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours").close()
-    assert [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
-
-
 def test_each_run_goes_on_with_its_own_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
 
@@ -182,16 +176,6 @@ def test_a_whole_last_line_without_its_newline_is_kept_and_what_is_no_line_dropp
 
 def numbers(item):
     return {grouped(key): value for key, value in item.as_dict().items() if value is not None}
-
-
-def test_trackers_have_groups():
-    names = ("loss", "lm_loss", "mfu_model", "step_time_s", "peak_memory_bytes", "balance_loss", "bubble_fraction")
-    names = (*names, "validation_loss", "validation_loss/books", "validation_lm_loss", "lambada/accuracy")
-    assert [grouped(name) for name in names] == [
-        *("train/loss", "train/lm_loss", "throughput/mfu_model", "throughput/step_time_s", "memory/peak_memory_bytes"),
-        *("experts/balance_loss", "timeline/bubble_fraction", "validation/loss", "validation/loss/books"),
-        *("validation/lm_loss", "lambada/accuracy"),
-    ]
 
 
 def test_a_run_s_name_and_facts(monkeypatch):
