@@ -17,8 +17,10 @@ import titan_like.train.setup
 from tests.e2e.scripts import run_here
 from titan_like.checkpoint.step_folders import hold
 from titan_like.config import ConfigError
+from titan_like.config.errors import RunError
 from titan_like.train.environment import number_of_processes
 from titan_like.train.job import meeting_place
+from titan_like.train.setup import out_of_memory_names
 from titan_like.train.trainer import Trainer
 
 TOML = """
@@ -271,3 +273,14 @@ def test_a_step_that_runs_out_of_memory_tells_what_holds_it(monkeypatch, capfd, 
         dict.fromkeys(("parameters", "gradients"), size), rel=0.01
     )
     assert cure == "       --profiling.memory_snapshot_steps 1 records which lines allocate it"
+
+
+def test_only_memory_names_a_setting():
+    for error in (MemoryError(), RuntimeError("std::bad_alloc"), OSError(12, "Cannot allocate memory")):
+        with pytest.raises(ConfigError) as told, out_of_memory_names("model.flavor", "x", str):
+            raise error
+        assert str(told.value).startswith('model.flavor = "x": this machine does not have enough memory for it (')
+    for error in (RuntimeError("mat1 and mat2"), RunError("stop"), OSError(2, "gone"), KeyError("memory")):
+        with pytest.raises(type(error)) as seen, out_of_memory_names("model.flavor", "x", str):
+            raise error
+        assert seen.value is error

@@ -1,4 +1,6 @@
+import io
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -134,3 +136,28 @@ def test_line_ends_with_the_time_that_is_left():
     for step in range(6, 106):  # only the most recent count
         console.add(record(step=step, step_time_s=1.0, global_batch_size=2, consumed_samples=2 * step))
     assert console.seconds_left() == 895
+
+
+def test_line_stays_whole_above_the_progress_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(True)
+    console.start(total_steps=10, total_samples=768)
+    console.print(CONTRACT)
+    console.add(record(step=5))
+    assert console.seconds_left() is None  # the bar has it
+    console.close()
+    assert CONTRACT + "\n" in terminal.getvalue()
+    assert "5/10" in terminal.getvalue()
+    silent = Console(False)
+    silent.start(total_steps=10, total_samples=768)
+    before = terminal.getvalue()
+    silent.add(record(step=5))
+    silent.close()
+    assert terminal.getvalue() == before

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from tests.unit.chat_cases import (
     ALPACA,
@@ -114,6 +115,18 @@ CALL: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"t
 CALL["tool_calls"][0]["function"] = {"name": "add", "arguments": {"first": 1, "second": "two"}}
 REPLY, PARTS = {"role": "tool", "name": "add", "content": "3"}, [{"type": "text", "text": "the sum"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tools_of_a_record_are_written(tmp_path: Path) -> None:
+    chat = Chat(str(save_tokenizer(tmp_path, TOOLS)))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    silent = {key: value for key, value in CALL.items() if key != "content"}
+    messages = [USER, CALL, REPLY, REPLY, silent, REPLY, ANSWER]
+    record = {"messages": messages, "tools": json.dumps([TOOL])}
+    expected = theirs.apply_chat_template(messages, tools=[TOOL], return_dict=True)["input_ids"]
+    assert encoded(chat, record)[0] == expected
+    call = '<call>{"name": "add", "arguments": {"first": 1, "second": "two"}}</call><|im_end|>'
+    assert learned(chat, record) == [call, call, "b<|im_end|>"]
 
 
 def test_every_form_of_a_record_is_the_same_conversation(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import errno
 import os
+import pickle
 import threading
 from dataclasses import replace
 from multiprocessing import active_children
@@ -17,6 +18,7 @@ from titan_like.data.batch import Batch
 from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
 from titan_like.data.loading.open_source import open_source
 from titan_like.data.readers import raw_text
+from titan_like.data.readers.indexed import StoredTokens
 from titan_like.data.source import DataRequest, Source
 from titan_like.data.text import long_text, preprocess
 from titan_like.data.text.packed import (
@@ -93,6 +95,19 @@ def test_token_cache_is_reused_until_a_file_changes(tmp_path, capsys):
     (tmp_path / "b.txt").write_text("earth")  # as long as before, but later
     os.utime(tmp_path / "b.txt", (2e9, 2e9))
     assert [*b"earth", EOD] in documents_of(open_corpus(section, tmp_path / "cache"))
+
+
+def test_stored_tokens_are_read_like_an_array(tmp_path):
+    expected = np.arange(1000, dtype=np.uint16)
+    expected.tofile(tmp_path / "tokens.bin")
+    stored = StoredTokens(tmp_path / "tokens.bin", expected.dtype)
+    in_a_worker = pickle.loads(pickle.dumps(stored.part(100, 900)))
+    (tmp_path / "tokens.bin").unlink()  # as a cache may be, while a run goes on
+    assert len(stored) == 1000
+    for start, stop in [(0, 1000), (3, 700), (999, 2000), (5, 5)]:
+        assert np.array_equal(stored[start:stop], expected[start:stop])
+    assert len(in_a_worker) == 800
+    assert np.array_equal(in_a_worker[10:900], expected[100:900][10:900])
 
 
 def test_full_disk_is_one_sentence_and_a_later_run_goes_on(tmp_path, monkeypatch):

@@ -83,6 +83,15 @@ def test_bytes_are_4_4_and_8_for_each_parameter(optimizer: str, moments: int) ->
     assert run.num_parameters == 4 * LAYER + TABLE + POSITIONS + 256
 
 
+@pytest.mark.parametrize(("size", "here"), [(4, 2), (3, 8)])  # of 8 experts; 3 ranks cut some
+def test_adafactor_keeps_columns_of_each_expert_here(size: int, here: int) -> None:
+    zero = ["--parallelism.zero_stage=3", f"--parallelism.data_parallel_shard_degree={size}"]
+    batch = ["--training.global_batch_size=48", "--training.micro_batch_size=2"]
+    run = plan("--model.family=moe", "--optimizer.name=adafactor", *zero, *batch)
+    # What is predicted leaves out a number for each matrix of 4 layers.
+    assert run.state.optimizer - run.peak.optimizer == 4 * 3 * here * 4
+
+
 UNEVEN = ["--parallelism.data_parallel_shard_degree=3", "--training.global_batch_size=48"]
 V_SHAPED = ["--parallelism.pipeline_schedule=zbv_zero_bubble", "--parallelism.virtual_stages_per_rank=2"]
 LLAMA = ["--model.family=llama"]

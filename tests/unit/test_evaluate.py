@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,3 +234,14 @@ def test_a_bad_task_is_one_sentence(tmp_path: Path, spec: str, monkeypatch: pyte
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=problem):
         open_tasks(named_tasks("--task", [spec], GPT), ByteTokenizer(), TextSettings(8, 4))
+
+
+def test_names_of_tasks(tmp_path: Path) -> None:
+    paths: dict[str, Any] = {name: tmp_path / f"{name}.txt" for name in ("a", "b")}
+    for path in paths.values():
+        path.write_text("two words")
+    specs = [f"text={paths['a']}", f"lambada={paths['a']}", f"text={paths['b']}"]
+    tasks = open_tasks(named_tasks("--task", specs, GPT), ByteTokenizer(), TextSettings(8, 4))
+    assert [task.name for task in tasks] == ["text/a", "lambada", "text/b"]
+    with pytest.raises(ConfigError, match="both be called text/a"):
+        named_tasks("--task", [specs[0], specs[0]], GPT)

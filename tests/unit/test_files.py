@@ -14,11 +14,13 @@ import zstandard
 
 from titan_like.config import ConfigError
 from titan_like.config.schema import HELD_OUT, Data
+from titan_like.data.loading.open_source import open_source
 from titan_like.data.readers import files as data_files
 from titan_like.data.readers import raw_text
 from titan_like.data.readers.files import find_files
 from titan_like.data.readers.raw_text import kind_of, read_pieces, texts_of
 from titan_like.data.readers.shards import find_shards
+from titan_like.data.source import DataRequest
 from titan_like.data.text.packed import corpus_files
 
 datasets = pytest.importorskip("datasets")
@@ -64,6 +66,18 @@ SAME = {
 
 def texts_in(path: Path, start: int = 0, record: int = 1) -> list[object]:
     return [text for piece, _ in read_pieces(path, "text", start, record) for _, text in texts_of(piece, "text")]
+
+
+@pytest.mark.parametrize("size", [10, 150_000])
+def test_long_records_are_records_too(size: int, tmp_path: Path) -> None:
+    """Also where the head of the file does not hold the first one, or a line."""
+    records = [{"text": "a " * size + str(number)} for number in range(90_000 // size + 3)]
+    texts = [record["text"] for record in records]
+    contents = [json.dumps(records), json.dumps(records, indent=1), "\n".join(map(json.dumps, records))]
+    contents.append("\n".join(json.dumps(record, indent=1) for record in records))
+    for content in [*contents, "".join(map(json.dumps, records))][: None if size == 10 else 4]:
+        (tmp_path / "a").write_text(content)
+        assert texts_in(tmp_path / "a") == texts
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -144,6 +158,28 @@ def test_a_table_is_what_load_dataset_reads(name: str, kind: str, tmp_path: Path
     assert [None if isinstance(text, raw_text.BadRecord) else text for text in texts] == expected
     if name in ("an index", "carriage returns", "quotes", "words"):  # by any name
         assert texts_in((tmp_path / f"a.{kind}").rename(tmp_path / "a.txt")) == texts
+
+
+def test_conversations_in_a_table_are_those_of_json_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}\n+ 1, that is?", "answer": f'"{n + 1}"'} for n in range(40)]
+    datasets.Dataset.from_list(rows).to_csv(str(tmp_path / "a.csv"), index=False)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.txt").write_text(json.dumps(rows, indent=2))
+    prints = set()
+    for name in ("a.csv", "a.jsonl", "a.txt"):
+        section = Data(dataset="conversations", paths=[str(tmp_path / name)])
+        prints.add(open_source(DataRequest(section, "train", 64, 0, 257, tmp_path / "cache")).fingerprint)
+    assert len(prints) == 1
+
+
+def test_a_table_of_words_is_one_wherever_its_columns_are_read(tmp_path: Path) -> None:
+    """By the same columns, those who list files and those who read them tell a table from a list of words."""
+    (tmp_path / "a.txt").write_text("prompt,answer\nsun,warm\nmoon,cold\n")
+    section = Data(dataset="conversations", paths=[str(tmp_path / "a.txt")], split="1,0,0")
+    assert len(open_source(DataRequest(section, "train", 64, 0, 257, tmp_path / "cache"))) == 1
+    assert len(find_shards(section.paths, column="answer")[0]) == 1
+    with pytest.raises(ConfigError, match="contains text"):
+        find_shards(section.paths)
 
 
 def test_what_a_table_or_json_lacks_is_one_sentence(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_paper_s_formula_is_hardware_flops_with_full_recompute(name, seq):
     assert megatron_flops_per_token(model, seq, FULL) == pytest.approx(paper, rel=1e-12)
 
 
+@pytest.mark.parametrize("recompute", [NONE, SELECTIVE])
+def test_megatron_s_factor_is_72_without_full_recompute(recompute):
+    model = flavor("gpt", "gpt3_175b")
+    paper = paper_flops_per_token(96, 12288, model.padded_vocab_size, 2048, 72)
+    assert megatron_flops_per_token(model, 2048, recompute) == pytest.approx(paper, rel=1e-12)
+
+
 def test_causal_count_leaves_out_half_of_the_attention_matrix():
     model = flavor("llama", "llama3.1_8b")
     full, causal = model_flops_per_token(model, 8192), model_flops_per_token(model, 8192, causal=True)

@@ -127,6 +127,13 @@ def test_what_cannot_be_held_is_refused_by_its_field(llama: Path, field: str, va
     assert words in refusal(llama)
 
 
+def test_one_dropout_rate_is_read_and_others_are_named(gpt: Path, capsys: pytest.CaptureFixture) -> None:
+    edit(gpt / "config.json", lambda config: config.update(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0))
+    assert open_hugging_face(gpt, "--input").model == GPT.model_copy(update={"dropout": 0.2})
+    line = f"{gpt}/config.json: ignored attn_pdrop = 0.0 (the models here have one dropout rate, resid_pdrop)\n"
+    assert capsys.readouterr().err == line
+
+
 VALUES = (10**9, 10**400, -1, 0, 0.5, 1e308, math.nan, "x", [], {}, None, True, [1], {"a": {}}, [[[]]])
 
 

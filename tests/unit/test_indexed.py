@@ -10,7 +10,7 @@ from tests.unit.record_cases import write_indexed
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
 from titan_like.data.loading.open_source import open_source
-from titan_like.data.readers.indexed import DTYPES, IndexedDataset, prefix_of
+from titan_like.data.readers.indexed import DTYPES, IndexedDataset, prefix_of, token_dtype
 from titan_like.data.source import DataRequest
 
 SEQ_LEN = 8
@@ -39,6 +39,10 @@ def test_bytes_are_those_of_the_format(code: int, tmp_path: Path) -> None:
     assert [dataset[number].tolist() for number in range(len(dataset))] == [[1, 2, 3], [], [4]]
     assert [dataset.document_end(number) for number in range(-1, 3)] == [0, 3, 4, 4]
     assert {path.name for path in tmp_path.iterdir()} == {"data.bin", "data.idx"}
+
+
+def test_tokens_take_two_bytes_up_to_the_vocabulary_for_which_megatron_s_do() -> None:
+    assert (token_dtype(65499), token_dtype(65500)) == (np.dtype("<u2"), np.dtype("<i4"))
 
 
 def cut(path: Path, by: int) -> None:
@@ -84,6 +88,13 @@ def test_a_damaged_file_is_named_with_what_is_wrong(case: tuple, tmp_path: Path)
     damage(tmp_path / "data")
     with pytest.raises(ConfigError, match=rf'^data.paths = "{tmp_path}/{name}": .*{problem}'):
         open_source(request([str(tmp_path / "data")]))
+
+
+def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:
+    paths = [1, corpus(tmp_path / "a", 0, 300), 1, str(write_indexed(tmp_path / "b", [[[1] * 100]]))]
+    blend = open_source(request(paths, "validation", split="969,31,0"))
+    assert blend.paths == [paths[1]]
+    assert len(blend) == len(blend.sources[0])
 
 
 IN_TURN = r"data.paths = \[.*weights and paths must come in turn, as in .*, with positive weights"

@@ -1,7 +1,9 @@
 """What commands that read a checkpoint accept: layouts, folders, and files for their results."""
 
 import json
+import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.unit.hugging_face_cases import save_checkpoint
 from titan_like.commands import evaluate, generate
 from titan_like.config import ConfigError, load_config
 from titan_like.config.errors import RunError
-from titan_like.config.options import check_output_file, write_json
+from titan_like.config.options import check_output_file, json_text, write_json
 from titan_like.config.schema import Model
 from titan_like.evaluate.inference import config_of_checkpoint, find_checkpoint, load_for_inference
 from titan_like.evaluate.sampling import Sampling
@@ -41,6 +43,16 @@ def test_training_only_rules_do_not_keep_a_checkpoint_from_being_read(case: str)
     found, _, degrees = resolve_for_inference(config, world_size)
     assert found == config
     assert degrees.pipeline * degrees.data_parallel == world_size
+
+
+def test_rules_of_the_layout_hold_for_reading_too() -> None:
+    for settings in (["tensor_parallel_degree=3"], ["pipeline_parallel_degree=3", "pipeline_layers=[1,1,1]"]):
+        config = load_config([*RUN, *(f"--parallelism.{setting}" for setting in settings)])
+        with pytest.raises(ConfigError, match=settings[-1].partition("=")[0]):
+            resolve_for_inference(config, 3)
+        assert resolve_for_inference(config, 1)[2].tensor == 1  # one process takes the whole model
+    with pytest.raises(ConfigError, match="does not divide the 3 processes"):
+        resolve_for_inference(load_config([*RUN, "--parallelism.tensor_parallel_degree=2"]), 3)
 
 
 def test_a_folder_without_checkpoints_is_told_for_what_it_is(tmp_path: Path) -> None:
@@ -145,3 +157,37 @@ def test_results_replace_nothing_but_json(tmp_path: Path) -> None:
     write_json(str(tmp_path / "old.json"), {})
     assert {name: (tmp_path / name).read_text() for name in names} == {n: n for n in names[:-1]} | {"old.json": "{}\n"}
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness_tasks = without_own_tasks(monkeypatch)
+    for number in (1, 2):  # !function is not followed before the task is built
+        (tmp_path / f"{number}.yaml").write_text(f"task: mine_{number}\ndoc_to_text: !function nowhere.text")
+    (tmp_path / "all.yaml").write_text("group: all\ntask: [mine_1, mine_2]")
+    (tmp_path / "lost.yaml").write_text("group: lost\ntask: [none]")
+    names, tasks = harness_tasks.find_tasks(["*", "all", "mine_1"], str(tmp_path))
+    assert names == ["mine_1", "mine_2", "all"]  # a pattern stands for single tasks
+    told = r'--lm_eval = "mine_2": the harness cannot build this \(ImportError: .*\'nowhere\'.*\); see its YAML file'
+    with pytest.raises(ConfigError, match=told):
+        tasks.load(["mine_2"])
+    with pytest.raises(ConfigError, match=r'--lm_eval = "lost": the harness cannot build this'):
+        tasks.load(["lost"])
+
+
+def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that finds the harness's tasks, without the thousands that it comes with."""
+    pytest.importorskip("lm_eval")
+    from titan_like.evaluate import harness as harness_tasks
+
+    few = partial(harness_tasks.HarnessTasks, include_defaults=False)
+    monkeypatch.setattr(harness_tasks, "HarnessTasks", few)
+    return harness_tasks
+
+
+def test_json_has_no_infinity() -> None:
+    found = {"a": [1, math.inf, {"b": (math.nan, 0.5)}], "c": "inf", "d": True}
+    assert json.loads(json_text(found), parse_constant=pytest.fail) == {
+        "a": [1, None, {"b": [None, 0.5]}],
+        "c": "inf",
+        "d": True,
+    }

@@ -92,6 +92,11 @@ def test_interval_attention_and_its_gradients(
         assert (found - wanted).abs().max() <= bound() * wanted.abs().max()
 
 
+def test_causal_layers_share_no_mask_with_others() -> None:
+    causal, other = (AttentionCore(0.0, is_causal=is_causal, softcap=5.0) for is_causal in (True, False))
+    assert causal.mask_settings != other.mask_settings
+
+
 def test_masks_and_settings_that_attention_cannot_take_are_refused() -> None:
     visible, (q, k, v) = intervals(1, 7, torch.Generator().manual_seed(1)), torch.zeros(3, 1, 2, 7, 8)
     assert AttentionCore(0.0, window=7).key_ranges(1, 7, q.device, visible) is visible  # which is no window
@@ -102,6 +107,16 @@ def test_masks_and_settings_that_attention_cannot_take_are_refused() -> None:
     for refused in ({"dropout": 0.1, "softcap": 2.0}, {"dropout": 0.0, "is_causal": False, "window": 2}):
         with pytest.raises(ValueError, match=r"set (dropout|it) to 0"):
             AttentionCore(**refused)
+
+
+def test_half_types_round_only_their_inputs_and_outputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    visible = intervals(2, 33, generator)
+    q, k, v = (torch.randn(2, 2, 33, 16, generator=generator).bfloat16() for _ in range(3))
+    found = interval_attention(q, k, v, visible, Scores(16**-0.5))
+    wanted = dense(q.double(), k.double(), v.double(), visible.mask())
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
 
 
 def test_operator_is_correct_for_torch() -> None:

@@ -69,6 +69,18 @@ def test_a_signal_to_a_run_that_records_nothing_records_one_step(tmp_path: Path,
     assert done[3:] == [True, "step-2-rank-0.pickle", False]
 
 
+def test_a_full_disk_and_a_run_without_a_gpu_only_say_so(
+    tmp_path: Path, done: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert "no GPU" in run(watch(tmp_path, "cpu", [2]), 0)[0] and done == []
+    monkeypatch.setattr(memory, "dump_memory_snapshot", refuse)
+    (line,) = run(watch(tmp_path, "cuda", [2]), 0)
+    assert line.endswith("step-2-rank-0.pickle is not written ([Errno 28] No space left on device)")
+
+
 def test_the_account_of_a_run_that_records(tmp_path: Path, done: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment as torch.cuda.memory_snapshot() describes it, in GiB; and a run that has gone almost all the way."""
     of_torch = {"filename": "/x/torch/nn/functional.py", "line": 7, "name": "linear"}

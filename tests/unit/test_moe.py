@@ -12,9 +12,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from tests.float64 import bound, in_float64
 from tests.unit.hugging_face_cases import MOE, moe_config, random_model, save_checkpoint
 from titan_like.checkpoint.loader import load_checkpoint, model_tensors
+from titan_like.config.schema import Model
 from titan_like.models import hugging_face
 from titan_like.models.layers import experts
 from titan_like.models.layers.experts import Router, SparseMLP, expert_product
+from titan_like.models.registry import model_config
 
 
 def random_mlp(**values: Any) -> SparseMLP:
@@ -71,6 +73,14 @@ def test_coefficients_go_out_as_they_came_in():
     for change in ({"router_aux_loss_coef": 0.0}, {"output_router_logits": False}):
         none = from_fields(hugging_face.Fields(fields | active | change))
         assert none.balance == "none" and "router_aux_loss_coef" not in module.to_fields(none)
+
+
+def test_flavors_have_the_published_coefficients():
+    """Here a layer's loss counts by itself; DeepSeekMoE's does in its own code."""
+    published = {"mixtral_8x7b": 0.02 / 16, "mixtral_8x22b": 0.001 / 28, "qwen3_30b_a3b": 0.001 / 6}
+    published |= {"qwen3_235b_a22b": 0.008 / 94, "olmoe_1b_7b": 0.01 / 2, "deepseek_moe_16b": 0.001}
+    for flavor, coefficient in published.items():
+        assert model_config(Model(family="moe", flavor=flavor)).balance_coefficient == pytest.approx(coefficient)
 
 
 def test_the_grouped_product_and_the_loop_are_one():
@@ -151,3 +161,16 @@ def test_initial_weights():
         assert weight.std().item() == pytest.approx(std, rel=0.05)  # of 7680 numbers
         assert getattr(mlp.shared, name).weight.std().item() == pytest.approx(std, rel=0.1)
     assert mlp.router.load.tolist() == pytest.approx([0.2] * 5)
+
+
+def test_flavors_use_the_parameters_that_their_authors_give():
+    """Billions of those that a token uses with the output matrix, but without the embedding table."""
+    given = {
+        "mixtral_8x7b": 12.7, "mixtral_8x22b": 39.0, "qwen3_30b_a3b": 3.0, "qwen3_235b_a22b": 21.6,
+        "olmoe_1b_7b": 1.2, "deepseek_moe_16b": 2.6,
+    }  # fmt: skip
+    for flavor, active in given.items():
+        model = model_config(Model(family="moe", flavor=flavor))
+        of_layers = zip(model.layer_counts, model.parts.kinds, strict=True)
+        used = model.parts.head_matrices + sum(count * kind.matrices[0] for count, kind in of_layers)
+        assert round(used / 1e9, 1) == active, flavor

@@ -42,6 +42,14 @@ def test_choice_is_the_search_s_and_the_same_again(tmp_path):
     assert written.cluster.nodes == 2
 
 
+def test_what_is_set_stays():
+    kept = ["--parallelism.tensor_parallel_degree=2", "--parallelism.zero_stage=1"]
+    config, _ = choose_layout(load_config([*AUTO, *kept]), 4, "A100", 2)
+    assert config.parallelism.tensor_parallel_degree == 2
+    assert config.parallelism.zero_stage == 1
+    assert config.training.micro_batch_size == 1
+
+
 def test_named_gpu_comes_before_the_one_found():
     named = load_config([*AUTO, "--cluster.gpu=H100", "--cluster.gpus_per_node=4"])
     chosen = choose_layout(named, 4, "A100", 2)

@@ -72,6 +72,17 @@ def test_the_largest_model_fits_and_a_larger_one_does_not(flavor):
     assert not fits(larger, None, 2, PLAIN)
 
 
+def test_what_is_fixed_stays_and_the_largest_model_is_then_smaller():
+    words = ["--parallelism.zero_stage=1", "--training.micro_batch_size=2", "--activation_checkpoint.mode=none"]
+    fixed = PLAIN | {word.partition("=")[0].removeprefix("--") for word in words}
+    free, found = (
+        largest_model(run("gpt3_2.7b", *more), None, 1, keys, quiet) for more, keys in (([], PLAIN), (words, fixed))
+    )
+    work = found.work
+    assert (work.zero_stage, work.micro_batch_size, work.recompute) == (1, 2, "none")
+    assert found.work.model.num_parameters() < 0.8 * free.work.model.num_parameters()
+
+
 def test_fewest_nodes_are_the_first_that_do():
     config = run("gpt3_6.7b")
     found = fewest_nodes(config, None, PLAIN, quiet)

@@ -1,5 +1,6 @@
 """Devices that a user describes, and the trainer's line about its own steps."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +55,13 @@ def test_device_of_the_user_is_predicted_without_naming_a_gpu(tmp_path):
     half = OWN.replace("200", "100").replace("= 1000", "= 500")
     slower = predict(config, load_profile(write(tmp_path, half)))
     assert slower.time.compute == pytest.approx(2 * found.time.compute, rel=0.01)
+
+
+def test_profile_s_own_device_is_not_replaced_by_the_cluster_s_gpu(tmp_path):
+    settings = {"cluster.profile": write(tmp_path, OWN), "cluster.gpu": "A100-80GB", "training.dtype": "bfloat16"}
+    assert predict(base_config(tmp_path / "none", settings)).profile.device.name == "NPU-9"
+    shipped = settings | {"cluster.profile": "titan_h100"}
+    assert predict(base_config(tmp_path / "none", shipped)).profile.device.name == "A100-80GB"
 
 
 def test_profile_survives_being_written(tmp_path):
@@ -145,6 +153,14 @@ def test_trainer_says_nothing_of_a_cpu_without_a_profile_of_one(tmp_path):
     config = base_config(tmp_path / "none", {"cluster.gpu": "A100-80GB"})
     for profile in (None, "fsdp_a100"):
         assert lines(StepForecast(run(config, profile)), [record(step, 1.0, 1) for step in range(1, 30)]) == []
+
+
+def test_trainer_goes_on_where_nothing_can_be_predicted(tmp_path, monkeypatch):
+    config, profile = base_config(tmp_path / "none", {}), write(tmp_path, SLOW_CPU)
+    broken = run(config, profile)
+    broken.layout = replace(broken.layout, tensor=0)
+    (line,) = lines(StepForecast(broken), [record(step, 1.0, 1) for step in range(1, 30)])
+    assert line.startswith(" no prediction of steps: ")
 
 
 def test_training_prints_the_line_once(tmp_path, capfd):

@@ -11,12 +11,15 @@ from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, sche
 from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.stack import of_own_trainer
-from titan_like.planner.step_time import step_time, timeline, waiting_share
+from titan_like.planner.step_time import step_time, steps_of, timeline, waiting_share
 from titan_like.planner.walk import span_of
 from titan_like.planner.workload import PipelineSchedule, Workload
 
 SELENE = profiles()["selene_2021"]
 GPT = flavor("gpt", "7.5b")
+
+
+RUN = Workload(GPT, 2048, 1, 32, tensor=8, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -56,6 +59,22 @@ def test_the_timeline_ends_where_the_step_does():
     for work in random_workloads(12, seed=1):
         end = max(phase.end for phase in timeline(work, profile).phases)
         assert step_time(work, profile).total == pytest.approx(end, rel=0.01)
+
+
+def test_what_zero_3_gathers_is_part_of_every_pass():
+    profile = builtin_profiles()["fsdp_a100"].changed(overlap=0.01)
+    work = Workload(GPT, 2048, 1, 64, pipeline=4, shard=16)
+    zero_2, zero_3 = (steps_of(work._replace(zero_stage=stage), profile).stages[1] for stage in (2, 3))
+    assert zero_2.gathered == 0
+    assert pytest.approx(zero_2.F + zero_2.B + zero_3.gathered) == zero_3.F + zero_3.B
+    assert pytest.approx(zero_3.B) == zero_3.I + zero_3.W
+
+
+def test_compiled_layers_do_not_split_their_backward_passes():
+    work = RUN._replace(pipeline=4, schedule="interleaved_zero_bubble", virtual_stages=2)
+    plain = work._replace(schedule="interleaved_1f1b", compiled=True)
+    assert step_time(work._replace(compiled=True), SELENE).bubble >= 0.9 * step_time(plain, SELENE).bubble
+    assert step_time(work, SELENE).bubble < step_time(plain._replace(compiled=False), SELENE).bubble
 
 
 def on_shared_cores(p, replicas, cores, microbatches):

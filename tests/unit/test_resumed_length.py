@@ -126,6 +126,15 @@ def test_the_schedule_survives_several_changes_of_the_batch_size(begun: dict[str
     assert records[-1]["step"] == 29 and records[-1]["consumed_samples"] == 160
 
 
+def test_steps_stay_steps(begun: dict[str, Path], tmp_path: Path) -> None:
+    dump = tmp_path / "out"
+    shutil.copytree(begun["cosine"], dump)
+    go_back(dump, 10)
+    records = train(dump, SCHEDULES["cosine"] | {"training.steps": 20, "training.global_batch_size": 16})
+    assert [record["lr"] for record in records] == pytest.approx([cosine(8 * r["step"]) for r in records])
+    assert records[-1]["step"] == 20 and records[-1]["consumed_samples"] == 240
+
+
 @pytest.mark.slow
 def test_a_ramp_up_that_is_over_may_leave_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batches of 4 up to 40 samples, then of 8: 10 + 15 steps. Without the ramp-up they would be 20."""

@@ -40,6 +40,14 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_a_quiet_interval():
     assert seen == [64, 64, 32, 32, 32, 64, 64, 64, 128, 64, 32]
 
 
+def test_loss_scale_starts_at_two_to_the_16_and_never_falls_below_one():
+    scaler = LossScaler("cpu")
+    assert scaler.scale == 65536
+    for _ in range(40):
+        scaler.update(overflowed=torch.tensor(True))
+    assert scaler.scale == 1
+
+
 def megatron_batch_size(start, increment, ramp_samples, final, consumed):
     """Megatron-LM's RampupBatchsizeNumMicroBatches, read from its description of --rampup-batch-size."""
     samples_per_increment = ramp_samples / ((final - start) / increment)

@@ -162,6 +162,15 @@ def test_an_end_of_document_does_not_begin_one_too(tmp_path: Path, bos: str) -> 
     assert _theirs(out)("a").input_ids == [0]
 
 
+@pytest.mark.parametrize(("name", "bos"), [("CodeLlamaTokenizer", "never"), ("LlamaTokenizer", "auto")])
+def test_a_class_of_transformers_does_not_replace_what_texts_become(tmp_path: Path, name: str, bos: str) -> None:
+    spec = save_kind(tmp_path / "tokenizer", "spm", tokenizer_class=name)
+    theirs = transformers.AutoTokenizer.from_pretrained(_export(tmp_path, {"tokenizer": str(spec), "bos": bos}))
+    ours = build_tokenizer(str(spec), options=TokenOptions(bos=bos))
+    for text in ("the cat", "  two  spaces "):
+        assert theirs(text).input_ids == [*ours.first_ids, *ours.encode(text).tolist()]
+
+
 def test_a_run_on_bytes_exports_bytes(tmp_path: Path) -> None:
     source = save_kind(tmp_path / "source", "l3").parent
     _save_json(source, {"config.json": {"eos_token_id": [301, 302]}, "generation_config.json": {"eos_token_id": 301}})

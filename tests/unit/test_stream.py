@@ -6,7 +6,7 @@ import random
 import re
 import sys
 from collections import Counter
-from itertools import product
+from itertools import islice, product
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,7 @@ from titan_like.config.errors import ConfigError, RunError
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.loading import stream_reader
 from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler
-from titan_like.data.loading.stream import StreamSource
+from titan_like.data.loading.stream import StreamSource, tokenized_times
 from titan_like.data.readers import raw_text, shards
 from titan_like.data.source import IGNORED_LABEL, UNKNOWN_LENGTH, DataRequest
 from titan_like.data.text.tokenizer import ByteTokenizer
@@ -101,6 +101,17 @@ def test_held_out_samples_have_no_labels_after_their_end(folder):
     assert set(source[10**9].tokens.tolist()) == {EOD}
     lengths = [len(source_of(folder, "validation", split=split)) for split in ("8,1,1", "1,0,0", "1,0.0001,0")]
     assert lengths == [UNKNOWN_LENGTH, 0, 0]  # of the last one, there is not one record
+
+
+@pytest.mark.parametrize("readers", [1, 6, 16, 24, 48])
+def test_how_often_samples_are_tokenized_is_known(readers):
+    for size, ranks, workers in product([1, 3, 4], [1, 2, 4], [0, 1, 2, 3]):
+        pairs = set()
+        for rank in range(ranks):
+            for number, microbatch in enumerate(islice(GlobalSampler(0, size, rank, ranks), 200)):
+                pairs |= {(rank, number % max(1, workers), index % readers) for index in microbatch}
+        section = Data(dataset="hf", num_readers=readers, num_workers=workers)
+        assert tokenized_times(section, size, ranks) == len(pairs) / readers, (size, ranks, workers)
 
 
 def test_fingerprint_tells_what_decides_the_samples(folder):

@@ -1,16 +1,22 @@
+import json
+
 import pytest
+import torch.distributed as dist
+from torch import device
 
 from titan_like.metrics.step_timeline import (
     Phase,
     RankTimes,
     StepTimeline,
     as_simulated,
+    chrome_trace,
     measured,
     simulated,
 )
 from titan_like.metrics.timeline_report import figures, rank_shares
 from titan_like.parallel.schedules.simulate import Event, ideal_bubble, unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, Action
+from titan_like.parallel.timeline import Timeline
 
 
 def unit_step(schedule="1f1b", degree=4, microbatches=8, transfer=0.0):
@@ -85,3 +91,53 @@ def test_ranks_with_different_clocks_come_onto_one():
         assert (got.start, got.end) == pytest.approx((expected.start, expected.end), abs=found.clock_error + 1e-9)
     assert found.clock_error == pytest.approx(0.001)
     assert {phase.rank for phase in found.phases} == set(range(4))
+
+
+def test_timeline_notes_passes_waits_and_phases(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        timeline = Timeline(device("cpu"), dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    timeline.start(Action("F", 0, 0))
+    timeline.stop(Action("F", 0, 0))
+    timeline.waiting()
+    timeline.start(Action("B", 0, 0))
+    timeline.stop(Action("B", 0, 0))
+    timeline.mark("gradient norm")
+    timeline.mark("optimizer")
+    times = timeline.finish()
+    assert [event.action for event in times.passes] == [Action("F", 0, 0), Action("B", 0, 0)]
+    (wait,), (forward, backward) = times.waits, times.passes
+    assert wait.action == backward.action
+    assert forward.start <= forward.end <= wait.start <= wait.end == backward.start <= backward.end
+    assert [phase.name for phase in times.phases] == ["gradient norm", "optimizer"]
+    assert times.phases[0].start == backward.end
+    assert times.phases[0].end == times.phases[1].start
+    assert times.error == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
+def test_trace_keeps_to_the_trace_event_format(schedule):
+    step = unit_step(schedule)
+    trace = json.loads(json.dumps(chrome_trace(step)))
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["displayTimeUnit"] == "ms"
+    required = {"M": {"args"}, "X": {"cat", "tid", "ts", "dur"}, "s": {"cat", "id", "tid", "ts"}}
+    required["f"] = required["s"] | {"bp"}
+    for event in trace["traceEvents"]:
+        assert {"name", "ph", "pid"} | required[event["ph"]] <= set(event)
+        assert event["pid"] in range(4)
+        assert event.get("dur", 0) >= 0
+
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]
+    assert names == [n for rank in range(4) for n in (f"pipeline rank {rank}", "passes", "waiting", "rest of the step")]
+
+    passes = [e for e in trace["traceEvents"] if e["ph"] == "X" and "args" in e]
+    assert len(passes) == len(step.passes)
+    for found, expected in zip(passes, step.passes, strict=True):
+        assert found["pid"] == expected.rank
+        assert (found["ts"], found["dur"]) == pytest.approx(
+            (1e6 * expected.start, 1e6 * (expected.end - expected.start))
+        )
+        assert (found["args"]["stage"], found["args"]["microbatch"]) == expected.action[1:]

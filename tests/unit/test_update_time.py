@@ -18,6 +18,7 @@ from titan_like.optim.optimizer import Gradients, build_optimizer, update
 from titan_like.optim.update_work import ADAMW_WORK, Exchange, UpdateWork, _update_work, update_work
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import rank_moments
+from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.step_time import step_time
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
@@ -183,3 +184,12 @@ def test_an_update_takes_the_time_of_what_it_does() -> None:
     assert update_time(times["muon"]._replace(shard=4096), SELENE, {}) > max(map(computed, layer))
     copies = times["muon"]._replace(zero_stage=0, tensor=1)
     assert update_time(copies, SELENE, {}) > 32 * computes
+
+
+def test_muon_is_priced_on_a_device_without_bfloat16() -> None:
+    profile = builtin_profiles()["dgx2_v100"]
+    work = Workload(flavor("gpt", "1.7b"), 2048, 1, 64, shard=8, zero_stage=1, dtype="float16")
+    sections = [Optimizer(name="muon", newton_schulz_dtype=dtype) for dtype in (None, "float32")]
+    elements = {"dp_shard": 10**9}
+    times = [update_time(work._replace(update=update_work(section)), profile, elements) for section in sections]
+    assert times[0] == pytest.approx(times[1], rel=1e-3)  # gradients are cast, which takes other bytes

@@ -206,6 +206,22 @@ def test_time_in_which_the_process_is_suspended_does_not_count(job: Job) -> None
     job.pass_time(20)
 
 
+def test_few_and_spread_ranks_look(monkeypatch: pytest.MonkeyPatch, store: dist.Store) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1000)
+    looking = []
+    for rank in range(1000):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        looking += [rank] if Watchdog(timeout=60.0)._looks else []
+    assert looking == list(range(0, 1000, 16))
+
+
+def test_the_word_of_the_rank_that_looked_is_taken(job: Job) -> None:
+    job.watchdog._looks = False
+    job.store.set("report", "rank 1 …")
+    with pytest.raises(Ended, match=r"^$"):  # which has printed it
+        job.pass_time(60)
+
+
 def test_before_the_first_step_a_main_thread_that_moves_gets_on(job: Job) -> None:
     job.watchdog.is_starting = lambda: True
     frames = [sys._getframe(), (lambda: sys._getframe())()]

@@ -110,6 +110,12 @@ def test_resuming_drops_later_steps_and_a_torn_line(tmp_path, start):
     assert sorted(found.name for found in tmp_path.glob("*.jsonl")) == [*aside, "metrics.jsonl"]
 
 
+def test_a_run_that_ended_before_its_first_step_has_no_file_of_its_own(tmp_path):
+    for _ in range(2):
+        JsonLinesWriter(tmp_path / "metrics.jsonl", 0, "ours").close()
+    assert [found.name for found in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
+
+
 def test_each_run_goes_on_with_its_own_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
 
