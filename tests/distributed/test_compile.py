@@ -30,9 +30,9 @@ def traced_alone():
     return patch("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
 
 
-def trace_steadily(rank, folder, family):
+def trace_steadily(rank, folder, family, layout=None):
     with traced_alone():
-        train_steadily(rank, folder, family)
+        return train_steadily(rank, folder, family, layout)
 
 
 def train_steadily(rank, folder, family, layout=None):
@@ -88,9 +88,10 @@ def test_nothing_is_compiled_again_after_the_second_step(tmp_path, family):
 )
 def test_split_experts_are_a_graph_for_any_number_of_rows(tmp_path, layout):
     """The others are what is before and after the exchange, in and around the module with the experts."""
-    assert collect(train_steadily, 2, tmp_path, "moe", layout) == [5, 5]
+    assert collect(trace_steadily, 2, tmp_path, "moe", layout) == [5, 5]
 
 
+@pytest.mark.exhaustive
 def test_the_graph_of_split_experts_keeps_to_a_budget():
     sizes = SimpleNamespace(hidden_size=64, expert_ffn_hidden_size=96, num_experts=4, experts_per_token=2)
     sizes.expert_bias, sizes.activation = False, "silu"

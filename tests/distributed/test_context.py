@@ -86,7 +86,7 @@ def attend_on_shards(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def attended(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
     return request.param, collect(attend_on_shards, request.param, request.param)
 

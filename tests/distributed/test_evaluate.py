@@ -232,6 +232,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
         yield folder, launch(score_train_and_evaluate, 4, folder, chosen)[0].printed
 
 
+@pytest.mark.exhaustive
 def test_the_harness_finds_the_same_on_a_checkpoint_and_on_its_export(trained: tuple[Path, str]) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.models.huggingface import HFLM

@@ -107,8 +107,6 @@ ODD_LLAMA = {
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks and settings
     "units of 2 and 1 layers, zero 3, recompute every 2": (2, in_units(5) | zero(3) | recompute("full", 2)),
-    "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 3": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(3)),
-    "units of 4 and 1 layers, tensor 2, zero 3": (4, in_units(5) | tensor() | zero(3)),
     "gpt 1 and 3 layers": (2, pipeline() | {"parallelism.pipeline_layers": [1, 3]}),
     "llama tied, both ends on one rank, shards": (4, TIED_LLAMA | pipeline(2, "zbv_zero_bubble") | zero(3)),
     "gpt uneven vocabulary over 2, 2 stages": (
@@ -118,16 +116,18 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
     "bert pairs, norms after, 2 stages, sequence": (4, PAIRS_AFTER | tensor(2, True) | pipeline() | recompute("full")),
     "unequal shards of gpt, zero 3 of 4": (4, ODD_GPT | zero(3)),
     "one process, recompute selective, 4 microbatches": (1, recompute("selective") | micro_batch(2)),
-    "float32, zero 3, sequence": (4, FLOAT32 | zero(3) | tensor(2, True)),
     "t5 the first of 2 stages ends in the decoder": (2, t5(1, 4) | pipeline(2)),
-    "t5 sequence of 4, relu, tied": (4, t5(2, 2, **RELU_TIED) | tensor(4, True)),
     "t5 zbv, zero 3": (4, t5(3, 3) | pipeline(2, "zbv_zero_bubble") | zero(3)),
     **by_rules(("adafactor",), 4, "llama", zero(2, 2)),
-    **by_rules(("adafactor",), 4, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),  # both ends on one rank
     **by_rules(("muon",), 4, "llama", zero(3) | tensor()),
     **by_rules(("muon",), 4, "moe", tensor(2, True) | pipeline() | {"parallelism.expert_parallel_degree": 2}),
 }
 EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
+    "units of 4 and 1 layers, tensor 2, zero 3": (4, in_units(5) | tensor() | zero(3)),
+    "units of 2 and 1 layers, 2 × 2 stages, zbv, zero 3": (4, in_units(12) | pipeline(2, "zbv_zero_bubble") | zero(3)),
+    "float32, zero 3, sequence": (4, FLOAT32 | zero(3) | tensor(2, True)),
+    "t5 sequence of 4, relu, tied": (4, t5(2, 2, **RELU_TIED) | tensor(4, True)),
+    **by_rules(("adafactor",), 4, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),  # both ends on one rank
     "units of 2 and 1 layers, zero 0": (2, in_units(5) | zero(0)),
     "units of 2 and 1 layers, 2 replicas of zero 3": (4, in_units(5) | zero(3, 2)),
     "bert pairs, both ends on one rank, shards": (4, BERT_PAIRS | pipeline(2, "zbv_zero_bubble") | zero(3)),
@@ -164,7 +164,7 @@ EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     **by_rules(RULE_NAMES, 8, "gpt", zero(1) | pipeline(2, "zbv_zero_bubble"), layers=4),
 }
 if shutil.which("g++") or shutil.which("clang++"):  # which torch.compile needs on a CPU
-    MORE["compiled, sequence, recompute full"] = 2, COMPILED | tensor(2, True) | recompute("full")
+    EXHAUSTIVE["compiled, sequence, recompute full"] = 2, COMPILED | tensor(2, True) | recompute("full")
     EXHAUSTIVE["compiled, zero 3, recompute selective"] = 2, COMPILED | zero(3) | recompute("selective")
 
 

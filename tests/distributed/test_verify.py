@@ -94,25 +94,29 @@ def verify(
 # test_verify_pairs.py decoders with all features.
 # `./scripts/test.sh quick` runs the first ones alone: each kind of parallelism.
 QUICK: list[tuple[list[str], list[str]]] = [
-    (ZERO_3, [EXACT, RESUME]),
-    (SEQUENCE, [EXACT, DROPOUT]),
+    (ZERO_3, [EXACT]),
+    (SEQUENCE, [EXACT]),
     ([*RING, *PIPELINE, *ZERO_3[2:]], [EXACT]),
-    ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
+    ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], [EXACT]),
 ]
 LORA_DROPOUT = [*ADAPTER_DROPOUT, *PIPELINE, *ZERO_3, *BFLOAT16[:2], "--lora.modules", '["q_proj", "mlp.down"]']
 SAME: list[tuple[list[str], list[str]]] = [
-    ([*RAMPUP[:4], *ZERO_3, *DOCUMENTS], [DROPOUT, RESUME]),
+    ([*RAMPUP[:4], *ZERO_3, *DOCUMENTS], [RESUME]),
+    (SEQUENCE, [DROPOUT]),
+    ([*MOE, *ZERO_3, *Z_LOSS, *BFLOAT16[:2]], ["bfloat16"]),
     (BFLOAT16, ["bfloat16"]),
-    ([*T5, *PIPELINE], [EXACT, DROPOUT, RESUME]),
+    ([*T5, *PIPELINE], [EXACT, DROPOUT]),
     ([*FLOAT8, *ZERO_3, *BFLOAT16[:2]], [EXACT, "bfloat16"]),
     ([*FLOAT8_ROWS, *SEQUENCE], [EXACT]),
     # The reference's choice of experts is replayed, so that gradients may not differ by a token with others.
     ([*MOE, *SEQUENCE, *BFLOAT16[:2]], ["bfloat16"]),
-    # An adapter's first update is a whole step whatever its gradient's size, unless the small run prevents that.
-    ([*LORA, *PIPELINE, *TENSOR, *BFLOAT16[:2]], ["bfloat16", RESUME]),
     (LORA_DROPOUT, [DROPOUT]),
 ]
 MORE_SAME: list[tuple[list[str], list[str]]] = [
+    # An adapter's first update is a whole step whatever its gradient's size, unless the small run prevents that.
+    ([*LORA, *PIPELINE, *TENSOR, *BFLOAT16[:2]], ["bfloat16", RESUME]),
+    ([*RAMPUP[:4], *ZERO_3, *DOCUMENTS], [DROPOUT]),
+    ([*T5, *PIPELINE], [RESUME]),
     ([*SPLIT_EXPERTS, *SHARED, *ZERO_3], [EXACT, RESUME]),
     ([*EXPERTS, *FLOAT8, *SEQUENCE], [EXACT]),
     (LORA_DROPOUT, [EXACT, "bfloat16"]),

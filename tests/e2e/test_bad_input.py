@@ -16,7 +16,6 @@ import titan_like.train.job
 import titan_like.train.setup
 from tests.e2e.scripts import run_here
 from titan_like.checkpoint.step_folders import hold
-from titan_like.commands import generate
 from titan_like.config import ConfigError
 from titan_like.config.errors import RunError
 from titan_like.train.environment import number_of_processes
@@ -216,20 +215,6 @@ def test_what_is_in_a_folder_without_permission(monkeypatch, capfd, folder, case
     _, argv, words = split(case, folder)
     for dry_run in ([], ["--job.dry_run"]):
         check_refusal(train(capfd, [*argv, *dry_run]), [*words, "(Permission denied)"], folder)
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ("--seed=18446744073709551616", "--seed = 18446744073709551616: must be at most 9.22"),
-        ("--temperature=-1", "--temperature = -1.0: must be at least 0"),
-        ("--top_kk=3", "top_kk"),
-    ],
-)
-def test_bad_option_of_generate(option, words):
-    with pytest.raises(ConfigError, match=words) as error:
-        generate.main([option])
-    assert "\n" not in str(error.value)
 
 
 def test_port_in_use_is_named(monkeypatch):

@@ -22,6 +22,7 @@ def run_on_two_nodes(*words: str) -> list[subprocess.CompletedProcess[str]]:
     return [node.wait() for node in started]
 
 
+@pytest.mark.exhaustive
 def test_dimensions_and_pairs_of_nodes_are_measured_and_a_plan_takes_it(tmp_path: Path, capsys) -> None:
     file = tmp_path / "links.json"
     layout = ["--parallelism.tensor_parallel_degree=2", f"--json={file}", f"--picture={tmp_path / 'links.png'}"]

@@ -58,7 +58,8 @@ def objects(url: str) -> list[str]:
         return sorted(name.removeprefix(path).lstrip("/") for name in system.find(path))
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kills", [1, 20])
 def test_kills_at_random_instants_of_saves_lose_nothing(
     tmp_path: Path, environment: dict[str, str], kills: int
 ) -> None:

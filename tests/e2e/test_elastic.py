@@ -33,6 +33,7 @@ def meeting(port: int, is_host: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_lost_node_leaves_a_smaller_job_with_the_same_curve(tmp_path: Path, straight: list[dict[str, float]]) -> None:
     dump, port = tmp_path / "out", free_port()
     arguments = [*SETTINGS, f"--job.dump_folder={dump}", "--training.steps=36"]

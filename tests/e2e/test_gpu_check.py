@@ -41,6 +41,7 @@ def check_speed(speed: dict[str, Any]) -> None:
     assert speed["tokens_per_second"] > 0 and speed["tflops_per_device"] > 0
 
 
+@pytest.mark.exhaustive
 def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
     """One part stands for all."""
     command = [str(REPO / "scripts" / "gpu_check.sh"), "--tiny", "--only", "speed", "--json", str(tmp_path / "a.json")]

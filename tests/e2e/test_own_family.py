@@ -230,8 +230,8 @@ def test_it_trains_and_converts_to_hugging_face_and_back(home: Path, monkeypatch
 @pytest.mark.parametrize(
     ("family", "processes", "kinds"),
     [
-        ("qwen3", 4, [EXACT]),
         ("scaled", 4, [EXACT]),
+        pytest.param("qwen3", 4, [EXACT], marks=pytest.mark.exhaustive),
         *(pytest.param(one, 8, [], marks=pytest.mark.exhaustive) for one in ("qwen3", "scaled")),
     ],
 )

@@ -73,6 +73,7 @@ def outcomes(out: Path) -> dict[str, str]:
         return {row["layout"]: row["outcome"] for row in csv.DictReader(file)}
 
 
+@pytest.mark.exhaustive
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
     grid, out = tmp_path / "grid.toml", tmp_path / "out"
     grid.write_text(GRID)

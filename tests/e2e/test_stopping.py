@@ -130,6 +130,7 @@ def test_ending_torchrun_saves_too(start: Callable[..., TorchrunJob], tmp_path: 
     assert complete_steps(dump / "checkpoint") == [stopped_after(job, "SIGHUP")]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_twice_under_torchrun_ends_at_once(start: Callable[..., TorchrunJob], tmp_path: Path) -> None:
     dump = tmp_path / "out"
     with start("--disturb=sleep", "--metrics.log_interval=1", script=DISTURBED) as job:  # step 4 does not end

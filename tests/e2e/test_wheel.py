@@ -102,6 +102,7 @@ def run(programs, tmp_path):
     return run
 
 
+@pytest.mark.exhaustive
 def test_a_checkout_that_is_not_installed_does_what_an_installed_one_does(tmp_path):
     others = tmp_path / "packages"
     others.mkdir()
@@ -149,6 +150,7 @@ def test_plans_a_shipped_configuration(run, tmp_path):
     run("titan-plan", "predict", "--job.config_file=best.toml")
 
 
+@pytest.mark.exhaustive
 def test_verifies_a_shipped_configuration(run):
     fewer = ["--steps=2", "--model.overrides.dropout=0", "--parallelism.data_parallel_shard_degree=1"]
     told = run("titan-verify", "--job.config_file=debug_gpt", *fewer)

@@ -2,11 +2,12 @@
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -210,7 +211,11 @@ KINDS = {
 WITH_WORKERS = {"text", "blend", "race", *(kind for kind, settings in KINDS.items() if "--data.dataset=hf" in settings)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Those that read with workers take longest; two of them are in the quick tests.
+SLOW = WITH_WORKERS - {"text", "stream"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
 def test_every_kind_of_data_is_what_its_definition_says(folder: Path, kind: str, tmp_path: Path) -> None:
     relay = RELAY if kind in WITH_WORKERS else WITHOUT_WORKERS
     assert problem_of(config_of(folder, *KINDS[kind]), tmp_path, relay) is None
@@ -234,6 +239,7 @@ class OwnOrder(Own):
         return self.sample((7 * index + self.request.part + self.request.seed) % len(self))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "paths"), [(Own, '[1, "a", 2, "bb"]'), (OwnOrder, '["a"]'), (OwnOrder, '[1, "a", 2, "bb"]')]
 )
@@ -281,7 +287,15 @@ BUGS: list[tuple[Prepare, list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("bug", "kind", "words"), [(bug, kind, words) for bug, kinds, words in BUGS for kind in kinds])
+def cases_of_bugs() -> Iterator[Any]:
+    """Each bug with its first kind of data; the others are run by name."""
+    for bug, kinds, words in BUGS:
+        for kind in kinds:
+            yield pytest.param(bug, kind, words, marks=[pytest.mark.exhaustive] * (kind != kinds[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "kind", "words"), list(cases_of_bugs()))
 def test_bugs_are_found(folder: Path, bug: Callable, kind: str, words: str, tmp_path: Path) -> None:
     config = config_of(folder, "--job.seed=3", *KINDS[kind])
     with bug():

@@ -97,7 +97,18 @@ def problem_of(settings: list[str], kind: str, bug: Prepare | None = None) -> Ch
         return Verdict("", Layout.of(config.parallelism), checks).first_difference
 
 
-@pytest.mark.parametrize(("settings", "kind"), [(s, kind) for s, kinds in SAME.values() for kind in kinds])
+SLOW = ("race", "latent attention and two tokens", "experts in float8", "float16")
+
+
+def cases() -> Iterator[Any]:
+    """Every case; those of 16 bits, and the ones that take longest, are left out of the quick tests."""
+    for name, (settings, kinds) in SAME.items():
+        for kind in kinds:
+            is_slow = kind in ("bfloat16", "float32") or name in SLOW
+            yield pytest.param(settings, kind, marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize(("settings", "kind"), list(cases()))
 def test_product_is_as_defined(settings: list[str], kind: str) -> None:
     assert problem_of(settings, kind) is None
 
@@ -111,6 +122,7 @@ def cases_of_bugs() -> Iterator[Any]:
             seen.add(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "settings", "row"), list(cases_of_bugs()))
 def test_bugs_are_found(bug: Prepare, settings: list[str], row: Row) -> None:
     found = problem_of(settings, kind_of(bug, settings, "one_process", row), bug)
@@ -228,6 +240,7 @@ BY_TESTS: list[tuple[Prepare, Callable[[], object]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "test"), BY_TESTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_bugs_are_found_by_other_tests(bug: Prepare, test: Callable[[], Any]) -> None:
     test()

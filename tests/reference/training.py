@@ -1,8 +1,9 @@
 """Training by definition: one process, one plain loop, in float64 or in a type whose rounding is measured.
 
 It shares no code with the trainer, its loss, its schedule, its attention masks, positions and experts. Layers and
-adapters are compared with their definitions in tests/unit/test_decoder_pairs.py and test_classics.py. Some steps are
-bad: their gradients are not finite, so they consume samples and update nothing.
+adapters are compared with their definitions in tests/unit/test_decoder_pairs.py, and the other families with
+transformers in tests/unit/test_hugging_face_files.py. Some steps are bad: their gradients are not finite, so they
+consume samples and update nothing.
 """
 
 import math

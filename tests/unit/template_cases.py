@@ -76,17 +76,6 @@ QWEN3 = (
     + END
     + QWEN_PROMPT.replace("THOUGHT", "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}")
 )
-LLAMA31 = (
-    "{{ bos_token }}{% set system = '' %}{% if messages[0].role == 'system' %}"
-    "{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}{% endif %}"
-    "{{ '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + strftime_now('%d %b %Y') + '\\n\\n' }}"
-    "{{ system }}<|eot_id|>" + LOOP + "{% if 'tool_calls' in m %}{% set c = m.tool_calls[0].function %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}" + CALL + "<|eot_id|>{% elif m.role == 'tool' %}"
-    "{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{ m.content | tojson }}<|eot_id|>{% else %}"
-    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endif %}"
-    + END
-    + "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
 GLM4 = (
     "[gMASK]<sop>" + LOOP + "{% if m.role == 'tool' %}{{ '<|observation|>\\n' + m.content }}"
     "{% elif m.tool_calls %}{% for call in m.tool_calls %}{% set c = call.function %}"
@@ -146,12 +135,6 @@ MISTRAL = (
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% else %}{{ raise_exception('no role') }}"
     "{% endif %}" + END
 )
-GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + LOOP + ""
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim }}"
-    "{{ '<end_of_turn>\\n' }}" + END + "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
-)
 
 
 def calls_of(message: Message) -> list[Message]:
@@ -209,18 +192,6 @@ def _qwen(messages: list[Message], said: Any) -> Pieces:
         yield "<|im_start|>assistant\n", False
         yield f"{text}<|im_end|>", message["learn"]
         yield "\n", False
-
-
-def llama31(messages: list[Message], **_: Any) -> Pieces:
-    has_system = messages[0]["role"] == "system"
-    yield "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n", False
-    yield (messages[0]["content"].strip() if has_system else "") + "<|eot_id|>", False
-    for message in messages[has_system:]:
-        role, text = {"tool": "ipython"}.get(message["role"], message["role"]), (message.get("content") or "").strip()
-        for call in calls_of(message):
-            text = f'{{"name": "{call["name"]}", "arguments": {json.dumps(call["arguments"])}}}'
-        yield f"<|start_header_id|>{role}<|end_header_id|>\n\n", False
-        yield (json.dumps(text) if role == "ipython" else text) + "<|eot_id|>", message["learn"]
 
 
 def glm4(messages: list[Message], **_: Any) -> Pieces:
@@ -304,27 +275,14 @@ def mistral(messages: list[Message], **_: Any) -> Pieces:
             yield f" {text}<|endoftext|>", message["learn"]
 
 
-def gemma(messages: list[Message], **_: Any) -> Pieces:
-    yield "<|begin_of_text|>", False
-    for number, message in enumerate(messages):
-        is_turn = message["role"] == ("assistant" if number % 2 else "user")
-        if not is_turn or calls_of(message):
-            raise RefusedError
-        yield f"<start_of_turn>{'model' if number % 2 else 'user'}\n", False
-        yield f"{message['content'].strip()}<end_of_turn>", message["learn"]
-        yield "\n", False
-
-
 # The template, its reference, and the tokens that end its texts by generation_config.json.
 PUBLISHED: dict[str, tuple[str, Any, list[str]]] = {
     "qwen2.5": (QWEN25, qwen25, ["<|im_end|>", "<|endoftext|>"]),
     "qwen3": (QWEN3, qwen3, ["<|im_end|>", "<|endoftext|>"]),
-    "llama3.1": (LLAMA31, llama31, ["<|endoftext|>", "<|eot_id|>"]),
     "glm4": (GLM4, glm4, ["<|endoftext|>", "<|user|>", "<|observation|>"]),
     "deepseek_r1": (DEEPSEEK_R1, deepseek_r1, ["<｜end▁of▁sentence｜>"]),
     "gpt_oss": (HARMONY, harmony, ["<|return|>", "<|endoftext|>", "<|call|>"]),
     "mistral": (MISTRAL, mistral, ["<|endoftext|>"]),
-    "gemma2": (GEMMA, gemma, ["<eos>", "<end_of_turn>"]),
 }
 PLAIN_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<｜User｜>", "<｜Assistant｜>"]
 SPECIAL_TOKENS = [

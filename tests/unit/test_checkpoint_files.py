@@ -60,6 +60,7 @@ def load(folder):
     return run, loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json"])
 def test_no_flipped_bit_is_loaded(tmp_path, name):
     save(tmp_path, tensors())

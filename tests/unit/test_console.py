@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan_like.metrics.console import Console, LineContext, format_log_line, format_validation
+from titan_like.metrics.console import Console, LineContext, format_log_line
 from titan_like.metrics.flops import Throughput
 from titan_like.metrics.record import StepRecord
 
@@ -58,12 +58,6 @@ def test_short_line():
     )
     terms = line(bad[2], style="short", context=alone)
     assert "/250000 | lm loss 2.5000 | sentence loss 0.5000 | grad" in terms and "loss scale" not in terms
-
-
-def test_validation_line():
-    figures = {"validation_loss": 2.25, "validation_loss/books": 3.0, "lambada/accuracy": 0.4375}
-    told = " step 20 | validation loss 2.2500 | validation loss/books 3.0000 | lambada/accuracy 0.4375"
-    assert format_validation(20, figures) == told
 
 
 def test_line_is_the_contract_s():

@@ -97,6 +97,7 @@ def of_method(model, seq_len, tensor, size, method):
     return work._replace(sequence_parallel=tensor > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "seq_len", "tensor", "size"), LAYOUTS)
 def test_auto_is_nearly_the_fastest_and_needs_little_memory(model, seq_len, tensor, size):
     profile = default_profile(find_device("H100"))
@@ -136,6 +137,7 @@ def test_short_sequences_stay_whole(seq_len, own, expected):
     assert {group.context for group in groups} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "decoder", "gpt", "llama", "moe", "t5"])
 def test_no_shipped_model_needs_whole_sequences_outside_of_attention(family):
     for name in flavors(family):

@@ -60,33 +60,6 @@ def encoded(chat: Chat, record: Any) -> list[list[int]]:
     return [x.tolist() for x in chat.encode(record)]
 
 
-# What is learned of an answer in each template.
-ANSWERS = {"llama": " {} </s>", "plain": " {}\n", "chatml": "{}<|im_end|>", "marked": "{}<|im_end|>"}
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_answers_with_their_ends_are_learned(tmp_path: Path, name: str) -> None:
-    chat = Chat(str(save_tokenizer(tmp_path, TEMPLATES[name])))
-    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for messages in conversations(20):
-        if name == "chatml":
-            messages = [{"role": "system", "content": "be brief"}, *messages, {"role": "user", "content": "and then"}]
-        tokens, _ = encoded(chat, {"messages": messages})
-        end = "</s>" if name == "plain" else ""  # which is added, because nothing ends an answer
-        written = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
-        assert tokens == written + [theirs.eos_token_id] * bool(end)
-        answers = [ANSWERS[name].format(message["content"]) for message in messages if message["role"] == "assistant"]
-        assert learned(chat, {"messages": messages}) == [*answers[:-1], answers[-1] + end]
-
-
-def test_an_answer_goes_on_after_special_tokens_in_it(tmp_path: Path) -> None:
-    """It ends with the last of the special tokens that the template adds; here <s> is of the text, and nothing ends."""
-    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1 <s> 2"}]}
-    for name in ("chatml", "plain"):
-        chat = Chat(str(save_tokenizer(tmp_path / name, TEMPLATES[name])))
-        assert learned(chat, record) == [ANSWERS[name].format("1 <s> 2") + "</s>" * (name == "plain")]
-
-
 @pytest.mark.parametrize(
     ("template", "answers", "expected"),
     [

@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.unit.plain_loop import prepared, run_settings
 from titan_like.train.job import run_job
 
@@ -22,6 +24,7 @@ def run_id(folder: Path) -> str:
     return json.loads((folder / "run.json").read_text())["run_id"]
 
 
+@pytest.mark.slow
 def test_a_copy_begins_another_run_and_the_first_one_loses_nothing(tmp_path: Path) -> None:
     dump, fork = tmp_path / "out", tmp_path / "out" / "fork"
     train(dump, 4)
@@ -37,6 +40,7 @@ def test_a_copy_begins_another_run_and_the_first_one_loses_nothing(tmp_path: Pat
     assert steps(dump / "metrics.jsonl") == [1, 2, 3, 4, 5, 6] and steps(dump / "metrics.2.jsonl") == [3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_folder_has_moved_or_its_output_goes_elsewhere(tmp_path: Path) -> None:
     train(tmp_path / "here", 2)
     first = run_id(tmp_path / "here" / "checkpoint" / "step-2")

@@ -138,7 +138,14 @@ def test_the_planner_leaves_the_host_out() -> None:
     assert eager.is_host_bound and not graphs.is_host_bound and graphs.time.total < eager.time.total / 2
 
 
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=[pytest.mark.exhaustive] * (name in ("one microbatch", "masked tokens")))
+        for name, settings in CASES.items()
+    ],
+)
 def test_training_is_the_same(tmp_path: Path, log: list[str], settings: list[str]) -> None:
     ramps = any("rampup" in setting for setting in settings)
     steps = 18 if ramps else 5
@@ -148,6 +155,7 @@ def test_training_is_the_same(tmp_path: Path, log: list[str], settings: list[str
     assert log.count("record") == 3 if ramps else log == [*shown, "replay", "replay"]
 
 
+@pytest.mark.slow
 def test_what_happens_between_steps(tmp_path: Path, log: list[str]) -> None:
     """Validation, weights that are loaded or moved, spoiled gradients and a step whose passes are timed."""
 
@@ -169,6 +177,7 @@ def test_what_happens_between_steps(tmp_path: Path, log: list[str]) -> None:
     assert_equal(found, train(tmp_path / "none", settings, 10, graphs=False, between=between))
 
 
+@pytest.mark.slow
 def test_progress_is_counted_and_host_waits_are_noticed(tmp_path: Path, log: list[str]) -> None:
     counts = []
     settings = CASES["one microbatch"]
@@ -194,6 +203,7 @@ def verdict_of(folder: Path, settings: list[str], kind: str) -> Verdict:
     return Verdict("", Layout(), combine(reference, [[observe(alone, reference, small.config, kind)]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EXACT, pytest.param(SINGLE, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("settings", VERIFIED.values(), ids=VERIFIED)
 def test_verify_finds_no_difference(tmp_path: Path, log: list[str], settings: list[str], kind: str) -> None:
@@ -203,6 +213,7 @@ def test_verify_finds_no_difference(tmp_path: Path, log: list[str], settings: li
     print(format_kind(verdict.checks, kind))
 
 
+@pytest.mark.slow
 def test_verify_finds_inputs_that_stay(tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "copy_all_", lambda *_: None)
     first = verdict_of(tmp_path, VERIFIED["llama"], EXACT).first_difference

@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import pickle
 import threading
@@ -53,14 +52,6 @@ def bounds_of(ends, weights):
 
 def documents_of(corpus):
     return [corpus[number].tolist() for number in range(len(corpus))]
-
-
-def test_jsonl_holds_one_document_a_line(tmp_path):
-    texts = ["one", "two\nlines", "half\u2028a line\u0085more", "🐎", ""]
-    lines = [json.dumps({"body": text, "id": 3}, ensure_ascii=False) for text in texts]
-    content = "\n\n".join(lines[:3]) + "\r\n" + "\n".join(lines[3:]) + "\n"
-    corpus = corpus_of(tmp_path, {"a.jsonl": "\ufeff" + content}, text_key="body")
-    assert documents_of(corpus) == [[*text.encode("utf-8"), EOD] for text in texts]
 
 
 def test_only_the_file_s_beginning_has_a_byte_order_mark(tmp_path, monkeypatch):

@@ -23,7 +23,6 @@ from tests.unit.test_decoder_hugging_face import (
     WIDE,
     WINDOW,
     YARN,
-    both_ways,
     close,
     exact_model,
     files_of,
@@ -99,17 +98,6 @@ def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
         assert torch.equal(*(logits_of(one.values) for one in fields))
 
 
-def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
-    theirs = random_folder("deepseek_v3", CASES["deepseek_v3"][1], tmp_path / "hf")
-    plain = files_of(tmp_path / "hf")
-    rewrite(tmp_path / "hf", plain, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
-    tensors, fields = both_ways(tmp_path / "hf")
-    same(tensors, plain)
-    assert fields["model_type"] == "deepseek_v3" and fields["architectures"] == ["DeepseekV3ForCausalLM"]
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
-    assert close(loaded.eval()(torch.arange(SEQ)[None]).logits, theirs(torch.arange(SEQ)[None]).logits)
-
-
 def with_images(folder: Path) -> torch.nn.Module:
     """Gemma 3 with images, as transformers writes it."""
     vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -128,6 +116,7 @@ def with_images(folder: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     theirs = with_images(tmp_path / "hf")
     source = open_hugging_face(tmp_path / "hf", "--input")

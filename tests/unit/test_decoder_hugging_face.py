@@ -142,6 +142,7 @@ RARE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES | RARE)
 def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path: Path) -> None:
     theirs = random_folder(*(CASES | RARE)[name], tmp_path / "hf")

@@ -50,14 +50,6 @@ def plan(*settings: str, rank: int = 0) -> DryRun:
     return dry_run(load_config([*fixed, *NO_DATA, *settings]))
 
 
-def shapes(run: DryRun) -> dict[str, tuple[int, ...]]:
-    return {parameter.name: parameter.local_shape for stage in run.stages for parameter in stage.parameters}
-
-
-def sent(run: DryRun) -> dict[tuple[str, str, str], tuple[int, int]]:
-    return {tuple(message): tuple(amount) for message, amount in run.traffic.items()}
-
-
 def layer_on_two(number: int) -> dict[str, tuple[int, ...]]:
     """A layer's parameters on one of two tensor-parallel processes."""
     local = {
@@ -67,13 +59,6 @@ def layer_on_two(number: int) -> dict[str, tuple[int, ...]]:
         "mlp.fc1.bias": (256,), "mlp.fc2.weight": (128, 256), "mlp.fc2.bias": (128,),
     }  # fmt: skip
     return {f"layers.{number}.{name}": shape for name, shape in local.items()}
-
-
-def test_both_stages_of_two_by_two() -> None:
-    first = {"embedding.weight": (192, 128), "position_embedding.weight": (1024, 128)}
-    last = {"embedding.weight": (192, 128), "norm.weight": (128,), "norm.bias": (128,)}
-    assert shapes(plan(*PP2_TP2, *EIGHT, *BATCH)) == {**first, **layer_on_two(0), **layer_on_two(1)}
-    assert shapes(plan(*PP2_TP2, *EIGHT, *BATCH, rank=7)) == {**last, **layer_on_two(2), **layer_on_two(3)}
 
 
 def test_places_of_all_ranks() -> None:
@@ -98,21 +83,6 @@ def test_bytes_are_4_4_and_8_for_each_parameter(optimizer: str, moments: int) ->
     assert run.num_parameters == 4 * LAYER + TABLE + POSITIONS + 256
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
-def test_state_of_rules_for_matrices_depends_on_shapes(optimizer: str) -> None:
-    run = plan(*PP2_TP2, *EIGHT, *BATCH, f"--optimizer.name={optimizer}", rank=7)
-    in_layers = list(layer_on_two(0).values()) * 2
-    outside = [(192, 128), (128,), (128,)]
-    if optimizer == "adafactor":  # a mean per row and per column, or per element of a vector
-        values = sum(map(sum, in_layers + outside))
-    else:
-        values = sum(prod(shape) * (1 if len(shape) == 2 else 2) for shape in in_layers) + 2 * sum(map(prod, outside))
-    assert run.state.optimizer == run.peak.optimizer == 4 * values
-    updates = [(*message[:2], amount.calls) for message, amount in run.traffic.items() if message.what == "optimizer"]
-    # Only tensor parallelism splits the parameters here: those of the layers, and the table.
-    assert updates == [("tp", "all_reduce", 4) if optimizer == "adafactor" else ("tp", "all_to_all", 2)]
-
-
 @pytest.mark.parametrize(("size", "here"), [(4, 2), (3, 8)])  # of 8 experts; 3 ranks cut some
 def test_adafactor_keeps_columns_of_each_expert_here(size: int, here: int) -> None:
     zero = ["--parallelism.zero_stage=3", f"--parallelism.data_parallel_shard_degree={size}"]
@@ -133,6 +103,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "optimizer"), list(zip(LAYOUTS.values(), ("adamw", "adafactor", "muon", "adafactor"), strict=True))
 )
@@ -157,62 +128,6 @@ def test_parts_of_all_ranks_make_the_whole(settings: list[str], optimizer: str) 
     assert found == whole
     table_twice = sum(name == "embedding.weight" for _, name in whole) == 2
     assert sum(whole.values()) == run.num_parameters + table_twice * TABLE
-
-
-def test_1f1b_in_the_published_order() -> None:
-    """Rank 1 of 4: two warm-up passes, then one forward and one backward pass in turn (arXiv 2104.04473, figure 4)."""
-    pipe = ["--parallelism.pipeline_parallel_degree=4", "--training.micro_batch_size=2"]
-    schedule = plan(*pipe, "--training.global_batch_size=16", rank=1).schedule
-    order = " ".join(f"{action.kind}{action.microbatch}" for action in schedule.actions)
-    assert order == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7"
-    assert schedule.in_flight == 3
-    assert schedule.bubble == pytest.approx(3 / 8)  # (p − 1) / m
-
-
-def test_what_is_sent() -> None:
-    hidden = 4 * 256 * 128 * 4  # microbatch × sequence × hidden size × float32
-    here = 4 * plan(*PP2_TP2, *EIGHT, *BATCH).state.num_parameters
-    assert sent(plan(*PP2_TP2, *EIGHT, *BATCH)) == {
-        ("pp", "send", "hidden states"): (4, 4 * hidden),
-        ("pp", "receive", "gradients of hidden states"): (4, 4 * hidden),
-        ("pp", "send", "gradients of shared tables"): (1, 2 * TABLE),
-        ("pp", "receive", "gradients of shared tables"): (1, 2 * TABLE),
-        ("dp_shard", "all_reduce", "gradients"): (2, here),  # two layers together, and the rest
-        # Two layers each sum an attention and an MLP in both directions; the embedding's sum is in one.
-        ("tp", "all_reduce", "activations"): (4 * 9, 4 * 9 * hidden),
-    }
-
-
-def test_what_is_sent_of_experts_by_who_shares_them() -> None:
-    """Qwen3 235B on 256 processes, of which 32 share the 128 experts of each layer."""
-    run = plan(
-        "--model.family=moe", "--model.flavor=qwen3_235b_a22b", "--training.seq_len=4096", "--training.dtype=bfloat16",
-        "--training.micro_batch_size=1", "--training.global_batch_size=64", "--cluster.nodes=32",
-        "--cluster.gpus_per_node=8", "--parallelism.pipeline_parallel_degree=8",
-        "--parallelism.tensor_parallel_degree=2", "--parallelism.sequence_parallel=true",
-        "--parallelism.expert_parallel_degree=32", "--parallelism.zero_stage=1", rank=37,
-    )  # fmt: skip
-    assert run.mesh == {
-        "pp": (1, 8), "dp_replicate": (0, 1), "dp_shard": (2, 16), "tp": (1, 2), "expert_shard": (0, 1), "ep": (5, 32)
-    }  # fmt: skip
-    (gate,) = {p.local_shape for s in run.stages for p in s.parameters if p.name.endswith("experts.gate.weight")}
-    assert gate == (128 // 32 * 1536, 4096)
-    layers, microbatches = run.stages[0].layers[1] - run.stages[0].layers[0] + 1, 64 // 16
-    rows = 4096 // 2 * 8 * 4096 * 2  # tokens of a tensor rank, experts of each, hidden size, bytes
-    # There and back, forward and backward; before them, how many rows there are.
-    exchanged = 5 * layers * microbatches, layers * microbatches * (4 * rows + 128 * 4)
-    assert sent(run)["ep", "all_to_all", "activations"] == exchanged
-
-
-def test_one_process_sends_nothing() -> None:
-    run = plan()
-    assert run.traffic == {}
-    assert format_dry_run(run).endswith("nothing is sent")
-
-
-def test_page_says_how_sequences_are_shared_and_why() -> None:
-    shared = plan("--parallelism.context_parallel_degree=4", *BATCH, "--model.overrides.num_attention_heads=4")
-    assert "context parallelism by ulysses (sends 50% of what all_gather does)" in format_dry_run(shared).splitlines()
 
 
 def test_page() -> None:

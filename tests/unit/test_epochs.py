@@ -18,6 +18,7 @@ EPOCH = 100  # samples of 8 bytes
 SETTINGS = {"lr_scheduler.warmup_steps": 4, "lr_scheduler.min_lr_ratio": 0.1, "data.split": "1,0,0"}
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """1.6 epochs of 100 samples are 20 batches of 8; then it goes on with other batches, and to another length."""
     text, dump = tmp_path / "epoch.txt", tmp_path / "out"

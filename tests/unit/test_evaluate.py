@@ -19,7 +19,7 @@ from titan_like.config.schema import TokenOptions
 from titan_like.data.readers.raw_text import UnreadableError
 from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
 from titan_like.evaluate.scoring import token_scores
-from titan_like.evaluate.task import Score, Task, TextSettings, ending_window, read_file, sliding_windows
+from titan_like.evaluate.task import Score, Task, TextSettings, ending_window, sliding_windows
 from titan_like.evaluate.tasks import (
     count_words,
     detokenize,
@@ -107,11 +107,6 @@ def test_records_are_texts_of_their_own(tmp_path: Path, name: str) -> None:
     sizes = [len(text.encode()) for text in PASSAGES]
     assert results["tokens"] == sum(sizes) - len(sizes)  # not the first ones
     assert results["bits_per_byte"] == pytest.approx((sum(sizes) - len(sizes)) / (sum(sizes) + 1))
-
-
-def test_a_table_of_words_has_texts_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text,label\nsun,warm\nmoon,cold\n")
-    assert read_file(tmp_path / "a.txt") == [(1, "sun"), (2, "moon")]
 
 
 def test_lambada_splits_off_the_last_word() -> None:

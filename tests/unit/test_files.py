@@ -108,13 +108,6 @@ def test_what_holds_no_documents_is_refused_by_name(name: str, tmp_path: Path) -
         find_files([str(tmp_path / name)], "--input")
 
 
-@pytest.mark.parametrize("content", [PRETTY[:3000], b'[{"text": "a"} {"text": "b"}]', PRETTY + PRETTY])
-def test_a_damaged_array_is_one_sentence(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(raw_text.UnreadableError, match=r"is damaged \((Unterminated|Expecting|Extra data)"):
-        texts_in(tmp_path / "a.json")
-
-
 def test_text_stays_text(tmp_path: Path) -> None:
     code = (
         '[{"role": role} for role in roles]',

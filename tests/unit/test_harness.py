@@ -137,6 +137,7 @@ def test_each_sample_depends_on_its_request_and_repeat_alone(models: tuple[Any, 
     assert not {*first} & {*ours.generate_until(requests)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
 def test_a_checkpoint_and_its_export_answer_the_harness_alike(models: tuple[Any, Any], task: str) -> None:
     known = models[1].tokenizer
@@ -149,12 +150,6 @@ def test_a_checkpoint_and_its_export_answer_the_harness_alike(models: tuple[Any,
         return
     values = [torch.tensor(answers, dtype=torch.float64) for answers in (found, expected)]
     torch.testing.assert_close(*values, rtol=bound(), atol=0)
-
-
-def test_what_is_not_supported_of_generation_is_one_sentence(models: tuple[Any, Any]) -> None:
-    request = SimpleNamespace(args=("the", {"max_gen_toks": 5, "num_beams": 3}))
-    with pytest.raises(RunError, match=r"a task sets num_beams = 3 in generation_kwargs, which is not supported"):
-        models[0].generate_until([request])
 
 
 QUESTIONS = [{"text": f"the {noun} sat on", "choices": [" the mat", " a log"]} for noun in ("cat", "dog", "fox", "mat")]
@@ -197,6 +192,7 @@ FLAGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [FLAGS[0], FLAGS[2], *(pytest.param(flags, marks=pytest.mark.exhaustive) for flags in FLAGS[1::2])]
 )
@@ -217,6 +213,7 @@ def test_prompts_and_answers_are_those_of_the_harness(models: tuple[Any, Any], t
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", ["chatml"], indirect=True)
 @pytest.mark.parametrize(
     ("keys", "options", "error", "problem"),

@@ -5,11 +5,10 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from jinja2 import UndefinedError
 
 import titan_like
 from tests.unit.hugging_face_cases import save_checkpoint
@@ -148,19 +147,6 @@ def test_what_to_do_about_a_damaged_checkpoint_is_possible(steps: tuple[int, ...
         load_for_inference(config, find_checkpoint(config), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("module", [evaluate, generate])
-def test_a_file_for_results_is_checked_first(module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESULTS", str(tmp_path))
-    assert module.build_parser().parse_args(["--json", "$RESULTS/x.json"]).json == f"{tmp_path}/x.json"
-    with pytest.raises(ConfigError, match="variable NOWHERE, which is not set; set it"):
-        module.build_parser().parse_args(["--json", "$NOWHERE/x"])
-    (tmp_path / "file").write_text("")
-    for path in (str(tmp_path), f"{tmp_path}/none/x.json", f"{tmp_path}/file/x.json", "-"):
-        with pytest.raises(ConfigError, match=r'--json = ".*": not a file in a folder that you may write to; name one'):
-            module.build_parser().parse_known_args(["--json", path])
-    module.build_parser().parse_known_args(["--json", "/dev/null"])
-
-
 def test_results_replace_nothing_but_json(tmp_path: Path) -> None:
     names = ("text.txt", "metrics.jsonl", "old.json")
     for name in names:
@@ -171,38 +157,6 @@ def test_results_replace_nothing_but_json(tmp_path: Path) -> None:
     write_json(str(tmp_path / "old.json"), {})
     assert {name: (tmp_path / name).read_text() for name in names} == {n: n for n in names[:-1]} | {"old.json": "{}\n"}
     assert not list(tmp_path.glob("*.unfinished"))
-
-
-HARNESS_ONLY = {
-    "--limit 3": "--limit = 3: is for --lm_eval only",
-    "--lm_eval a --limit 0": "--limit = 0: must be at least 1",
-    "--num_fewshot -1": "--num_fewshot = -1: must be at least 0",
-    "--lm_eval=": '--lm_eval = "": names no task',
-    "--lm_eval_folder .": '--lm_eval_folder = ".": is for --lm_eval only',
-    "--lm_eval a --lm_eval_folder ./none": '--lm_eval_folder = "./none": is not a folder',
-    "--lm_eval a --apply_chat_template=": '--apply_chat_template = "": names no chat template',
-    "--lm_eval a --fewshot_as_multiturn yes": '--fewshot_as_multiturn = "true": turns are for --apply_chat_template',
-}
-
-
-@pytest.mark.parametrize("arguments", HARNESS_ONLY)
-def test_options_of_the_harness(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if it were installed
-    with pytest.raises(ConfigError) as error:
-        evaluate.check_options(evaluate.build_parser().parse_args(arguments.split()))
-    assert str(error.value).startswith(HARNESS_ONLY[arguments])
-
-
-@pytest.mark.parametrize("task", ["--lm_eval=hellaswag", "--task=lambada=passages.txt"])
-def test_a_stride_is_refused_where_no_text_is_cut(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if the harness were installed
-    monkeypatch.chdir(tmp_path)
-    for name in ("passages.txt", "words.txt"):
-        (tmp_path / name).write_text("the quick brown fox")
-    with pytest.raises(ConfigError, match="--stride = 3: is for the tasks text and wikitext103 only; leave it out"):
-        evaluate.main([task, "--stride=3"])
-    with pytest.raises(ConfigError, match=r"no such folder; train with checkpoint.enable"):
-        evaluate.main([task, "--stride=3", "--task=text=words.txt"])
 
 
 def test_a_harness_task_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,28 +182,6 @@ def without_own_tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
     few = partial(harness_tasks.HarnessTasks, include_defaults=False)
     monkeypatch.setattr(harness_tasks, "HarnessTasks", few)
     return harness_tasks
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (UndefinedError("'x' is undefined"), r"a template of a, b cannot be filled in \('x' is undefined\); correct"),
-        (FileNotFoundError("no q.jsonl"), r"the harness cannot load its data \(no q.jsonl\)"),
-    ],
-)
-def test_a_task_of_the_harness_that_cannot_be_used(
-    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("lm_eval")
-    from titan_like.evaluate import harness
-
-    def fail(*_args: Any, **_options: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(harness.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(harness.evaluator, "simple_evaluate", fail)
-    with pytest.raises(RunError, match=told):
-        harness.run_harness(cast(Any, None), ["a", "b"], cast(Any, None), None, None)
 
 
 def test_json_has_no_infinity() -> None:

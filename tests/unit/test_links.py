@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_like.commands.bench_comm import build_parser, sizes_of
-from titan_like.config import ConfigError, load_config
+from titan_like.config import load_config
 from titan_like.metrics.collectives import BETWEEN_NODES, Measurement
 from titan_like.planner.links import read_measurements, with_links
 from titan_like.planner.predict import predict
@@ -26,25 +25,6 @@ from titan_like.planner.profile import load_profile, profile_to_toml
 def test_bus_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -> None:
     one = Measurement("tp", 8, operation, 10**9, 0.5)
     assert one.algorithm_bandwidth == 2e9 and one.bus_bandwidth == pytest.approx(2e9 * factor)
-
-
-def test_sizes_grow_by_four() -> None:
-    options = build_parser().parse_args(["--smallest=4k", "--largest=100k"])
-    assert sizes_of(options) == [4096, 16384, 65536, 102400]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--largest=1t"], '"1t" must be from 1k to 64g'),
-        (["--smallest=1m", "--largest=4k"], "--smallest = 1048576: is above 4096"),
-        (["--seconds=0"], "--seconds = 0.0: must be at least 0.001"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_refused(words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        sizes_of(build_parser().parse_args(words))
-    assert told in str(error.value)
 
 
 def ring(dimension: str, processes: int, bandwidth: float, latency: float, sharing: int = 0) -> list[Measurement]:
@@ -98,17 +78,3 @@ def test_a_profile_of_cpus_takes_faster_links_than_its_own(tmp_path: Path) -> No
     for links in (found.links, load_profile(str(path)).links):
         assert links.nvlink == pytest.approx(2e9)
         assert links.node / 4 == pytest.approx(2e9) and links.node_messages / 4 == pytest.approx(1e9)
-
-
-def test_a_file_without_measurements_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "links.json"
-    gpu = '{"device": "H100", "measurements": '
-    for text in ("{}", "[1", gpu + "[]}", gpu + '[{"dimension": "tp"}]}'):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=r"give a JSON file that scripts/bench_comm\.py has written"):
-            read_measurements(str(file), False)
-    with pytest.raises(ConfigError, match=r'--links = "nowhere.json": does not exist'):
-        read_measurements("nowhere.json", False)
-    file.write_text('{"device": "CPU", "measurements": []}')
-    with pytest.raises(ConfigError, match=r"was measured on CPU"):
-        read_measurements(str(file), False)

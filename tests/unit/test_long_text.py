@@ -92,6 +92,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_text, "_CHUNK", 1 << 13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.usefixtures("short_pieces")
 def test_tokens_are_those_of_the_whole_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +121,7 @@ def test_tokens_are_those_of_the_whole_text(name: str, tmp_path: Path, monkeypat
     assert IndexedDataset(tmp_path / "out")[0].tolist() == [*built.first_ids, *expected]
 
 
+@pytest.mark.slow
 def test_workers_and_long_records_give_the_same_tokens(tmp_path: Path) -> None:
     spec, tokenizer = saved("Llama 2", tmp_path)
     text = text_of(300_000, 3)
@@ -132,6 +134,7 @@ def test_workers_and_long_records_give_the_same_tokens(tmp_path: Path) -> None:
     assert len(texts) > 1 and "".join(texts) == text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_pieces")
 def test_no_cut_where_tokens_depend_on_the_beginning(tmp_path: Path) -> None:
     """Digits in threes, and equal letters, are cut by the place where tokenization begins."""

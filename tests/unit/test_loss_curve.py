@@ -8,7 +8,7 @@ import pytest
 from titan_like.commands.plot_loss import main
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
-from titan_like.metrics.loss_curve import read_losses, text_curve, text_curves
+from titan_like.metrics.loss_curve import read_losses, text_curve
 from titan_like.metrics.run_files import write_settings
 
 
@@ -32,17 +32,6 @@ def test_a_column_is_as_high_as_its_loss():
     assert top == "   3.000 ┤█ " and bottom == "   1.000 ┤█▁"
     assert steps.split() == ["step", "1", "6"]
     assert text_curve([(1, 3.0)], width=-3, height=1).startswith("   3.000 ┤")
-
-
-def test_marks_are_where_the_medians_of_their_columns_are():
-    """Two rows high, 2 wide: b's is 1 and 3, and a's 3 and 1; the last column of c is b's."""
-    runs = {"a": [(1, 3.0), (4, 1.0)], "b": [(1, 1.0), (3, 9.0), (3, 3.0), (4, 2.0)], "c": [(4, 3.0)]}
-    picture = text_curves(runs, width=2, height=2)
-    assert picture.split("\n")[:2] == ["   3.000 |o@", "   1.000 |xo"]
-    assert picture.split("\n")[2].split() == ["step", "1", "4"]
-    assert picture.isascii()
-    coloured = text_curves(runs, width=2, height=2, colours=True)
-    assert re.sub(r"\x1b\[\d+m", "", coloured) == picture and "\x1b[31mo\x1b[0m" in coloured
 
 
 def write_run(folder: Path, losses: list[dict[str, float]], **settings: float) -> Path:

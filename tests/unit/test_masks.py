@@ -127,6 +127,7 @@ def test_operator_is_correct_for_torch() -> None:
     torch.library.opcheck(torch.ops.titan_like.interval_attention.default, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [256, 300, 40])
 @in_float64()
 def test_block_mask_is_the_same_mask(seq_len: int) -> None:
@@ -236,6 +237,7 @@ def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs(tmp_path: Path)
     assert 0 < kibibytes < 256 << 10, f"{kibibytes / 1024:.0f} MiB"  # a byte for every pair would be 1 GiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 2.0, False), (70, 0.0, True), (70, 2.0, True)])
 @in_float64()
 def test_flex_attention_with_windows_soft_caps_and_sinks(

@@ -19,6 +19,7 @@ def test_every_element_comes_once(size: int) -> None:
         assert sorted(map(Permutation(size, key), range(size))) == list(range(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 10, 33])
 def test_small_permutations_have_every_pair_of_first_elements_equally_often(size: int) -> None:
     keys, pairs = 20_000, size * (size - 1)

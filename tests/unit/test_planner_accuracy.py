@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks.accuracy import Prediction, accuracy, predict_row, rank_correlation, sweeps
 from benchmarks.published_rows import published_rows
-from benchmarks.stack_profiles import left_out_figures, profile_for_group, profiles
+from benchmarks.stack_profiles import left_out_figures, profiles
 from titan_like.config import ConfigError, load_config
 from titan_like.models.registry import model_config
 from titan_like.planner.commands.calibrate import calibrated, fit, leave_one_group_out, log_errors
 from titan_like.planner.commands.predict import describe
 from titan_like.planner.predict import predict
-from titan_like.planner.profile import builtin_profiles, load_profile, profile_from, profile_to_toml
+from titan_like.planner.profile import profile_from, profile_to_toml
 
 ROOT = Path(__file__).parents[2]
 ROWS = published_rows()
@@ -33,10 +33,7 @@ def group(study):
     return found
 
 
-def test_every_published_row_has_a_profile():
-    assert all(profile_for_group(row.gpu, row.study, row.work.zero_stage, row.session) for row in ROWS)
-
-
+@pytest.mark.slow
 def test_ptd_p_table_1_which_no_profile_was_fitted_on():
     found = group("ptdp_table1")
     assert found.n == 10
@@ -47,6 +44,7 @@ def test_ptd_p_table_1_which_no_profile_was_fitted_on():
     assert not any("Table 1" in source or "run_table_1" in source for source in sources)
 
 
+@pytest.mark.slow
 def test_rows_of_bloom_s_chronicle():
     found = group("bloom")
     assert (found.median, found.memory_median, found.memory_p90) <= (0.04, 0.05, 0.1)
@@ -56,12 +54,14 @@ def test_rows_of_bloom_s_chronicle():
     assert sweep.regret <= 0.02
 
 
+@pytest.mark.slow
 def test_runs_that_were_out_of_memory_are_not_predicted_to_fit():
     failed = [row for row in ROWS if row.out_of_memory]
     assert len(failed) == 7
     assert not any(predict_row(row).fits for row in failed)
 
 
+@pytest.mark.slow
 def test_zero_3_rows_of_ptd_p_table_2_lose_to_its_pipeline_rows_as_measured():
     by_stack = {}
     for row in ROWS:
@@ -93,16 +93,6 @@ def test_rank_correlation_and_regret():
     assert sweeps([*days, member(1, 4, 2.0, 1.0)])[0].noise == pytest.approx(1)
 
 
-def test_rows_are_predicted_on_their_own_gpu():
-    profile = builtin_profiles()["fsdp_a100"]
-    row = next(row for row in ROWS if row.gpu == "A100-40GB")
-    assert row.adapted(profile).device.memory_bandwidth == 1555e9
-    assert replace(row, notes="foundry; gpu memory size not stated").adapted(profile).device is profile.device
-    assert replace(row, notes="foundry; 400 Gbps").adapted(profile).node_bandwidth == 50e9
-    assert replace(row, notes="torchtitan; fp8 rowwise asyncTP").adapted(profile).tensor_exposed == 0.7
-    assert predict_row(replace(row, work=row.work._replace(dtype="float8"))) is None  # which the GPU lacks
-
-
 @pytest.mark.exhaustive
 def test_fit_finds_constants_that_made_the_rows():
     truth = SELENE.changed(gemm_efficiency=SELENE.gemm_efficiency * 1.08, nvlink_efficiency=0.68)
@@ -121,6 +111,7 @@ def test_fit_finds_constants_that_made_the_rows():
     assert fit(made, SELENE, names).gemm_efficiency == pytest.approx(found.gemm_efficiency, rel=0.03)
 
 
+@pytest.mark.slow
 def test_rows_of_one_model_are_left_out_by_layout_and_name_the_gpu():
     row = next(row for row in ROWS if row.study == "korthikanti_t5")
     works = [row.work._replace(micro_batch_size=size) for size in (1, 2, 4)]
@@ -147,18 +138,10 @@ def test_profile_says_what_it_was_fitted_on_and_survives_its_file(profile):
     assert again.device is profile.device
 
 
-def test_profile_of_a_row_is_the_most_special_one():
-    assert profile_for_group("A100-80GB", "ptdp_table2", 0).name == "selene_2021"
-    assert profile_for_group("A100-80GB", "ptdp_table2", 3).name == "selene_2021_zero3"
-    assert profile_for_group("V100-32GB (DGX-2)", "tf=hw96", 0).name == "dgx2_v100"
-    assert profile_for_group("A100-80GB", "unheard_of", 0) is None
-    assert profile_for_group("A100-80GB", "bloom", 1, "bloom 02-21").name == "jean_zay_a100_early"
-    assert profile_for_group("A100-80GB", "bloom", 1, "bloom 02-25").name == "jean_zay_a100"
-
-
 OWN = json.loads((ROOT / "benchmarks/results/titan_rows.json").read_text(encoding="utf-8"))["cases"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", OWN, ids=range(len(OWN)))
 def test_this_trainer_on_an_h100_and_an_h200(row):
     gpu = f"--cluster.gpu={row['gpu']}", "--cluster.gpus_per_node=1"
@@ -182,13 +165,7 @@ def test_unknown_and_missing_keys_of_a_profile_are_refused():
         profile_from("mine", {"device": "A100", "gpus_per_node": 8})
 
 
-def test_a_profile_s_texts_come_back_as_they_were(tmp_path):
-    text = 'two\nlines, "quoted", a \\ and \x7f'
-    path = tmp_path / "mine.toml"
-    path.write_text(profile_to_toml(SELENE.changed(description=text)))
-    assert load_profile(str(path)).description == text
-
-
+@pytest.mark.slow
 def test_missing_points_are_one_sentence():
     command = [sys.executable, str(ROOT / "benchmarks/planner_accuracy.py"), "--points", "no.csv"]
     missing = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
@@ -196,6 +173,7 @@ def test_missing_points_are_one_sentence():
     assert missing.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_page_s_table_is_what_the_planner_says():
     page = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
     for row in (row for row in ROWS if row.study == "ptdp_table1"):

@@ -6,10 +6,8 @@ import pytest
 
 from tests.unit.test_planner_command import plan
 from titan_like.config import ConfigError, load_config
-from titan_like.config.load import edit
 from titan_like.config.paths import to_toml
 from titan_like.planner.auto import choose_layout, with_chosen_layout
-from titan_like.planner.predict import predict
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
@@ -44,13 +42,6 @@ def test_choice_is_the_search_s_and_the_same_again(tmp_path):
     assert written.cluster.nodes == 2
 
 
-def test_prediction_is_of_the_chosen_layout():
-    cluster = ["--cluster.gpu=A100", "--cluster.gpus_per_node=2", "--cluster.nodes=2"]
-    chosen, _ = choose_layout(load_config(AUTO), 4, "A100", 2)
-    cluster_of_chosen = edit(chosen, {"cluster.gpu": "A100", "cluster.gpus_per_node": 2, "cluster.nodes": 2})
-    assert predict(load_config([*AUTO, *cluster])).time == predict(cluster_of_chosen).time
-
-
 def test_what_is_set_stays():
     kept = ["--parallelism.tensor_parallel_degree=2", "--parallelism.zero_stage=1"]
     config, _ = choose_layout(load_config([*AUTO, *kept]), 4, "A100", 2)
@@ -74,6 +65,7 @@ def test_nothing_to_plan_for_is_one_sentence(gpu, per_node, named):
         choose_layout(load_config(AUTO), 4, gpu, per_node)
 
 
+@pytest.mark.slow
 def test_every_process_of_a_run_gets_the_layout_and_one_tells_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some words " * 20000)

@@ -34,6 +34,7 @@ RUNS = {
 FIXED = ("pipeline_layers", "expert_tensor_parallel_degree", "tensor_parallel_degree")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [8, pytest.param(200, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
 def test_bounds_are_below_what_they_bound_and_near(settings: list[str], layouts: int) -> None:

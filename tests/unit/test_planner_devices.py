@@ -14,7 +14,6 @@ from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.forecast import MEASURED, WARM_UP, StepForecast, step_forecast
 from titan_like.planner.predict import predict
 from titan_like.planner.profile import load_profile, profile_to_toml
-from titan_like.planner.stack import named_profile
 from titan_like.planner.stages import pipeline_program
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
@@ -183,33 +182,3 @@ def test_training_prints_the_line_once(tmp_path, capfd):
     assert len(told) == 1
     assert told[0].startswith(f" steps {WARM_UP + 1} to {WARM_UP + MEASURED}: ")
     assert f"{predict(config).time.total:.4g} s predicted" in told[0]
-
-
-def test_profile_that_is_not_there_is_refused_before_training(tmp_path):
-    config = base_config(tmp_path, {"cluster.profile": "nobody.toml"})
-    with pytest.raises(ConfigError, match=r'cluster.profile = "nobody.toml": no such profile'):
-        named_profile(config)
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("gemm_efficiency = nan", "finite number"),
-        ("gemm_efficiency = 0", "greater than or equal to 0.000001"),
-        ('memory_efficiency = "fast"', "valid number"),
-        ("overlap = 2", "less than or equal to 1"),
-        ("error_p90 = inf", "finite number"),
-        ("gathers_per_layer = 1.5", "valid integer"),
-        ('nvlink_switch = "no"', "write false"),
-        ('dtype = "foo"', "'float32', 'bfloat16'"),
-        ("gathers_per_layer = 0", "greater than or equal to 1"),
-        ("overhead_bytes = 1e12", "below the device's memory"),
-    ],
-)
-def test_values_of_a_profile_that_can_not_be_are_refused(tmp_path, line, problem):
-    path = tmp_path / "mine.toml"
-    path.write_text(f'device = "A100-80GB"\ngpus_per_node = 8\nnode_bandwidth = 2e11\n{line}\n')
-    with pytest.raises(ConfigError) as error:
-        load_profile(str(path))
-    assert error.value.key.startswith(f"profile mine: {line.split()[0]}")
-    assert problem in str(error.value)

@@ -67,15 +67,6 @@ def test_microbenchmark_writes_a_profile_that_predict_and_calibrate_take(tmp_pat
     assert "--points" in done.stderr  # it is past the profile
 
 
-@pytest.mark.parametrize(
-    ("words", "named"), [([], "--out"), (["--out", "x.toml", "--training.steps", "3"], "settings")]
-)
-def test_bad_input_is_refused_before_anything_is_measured(words, named):
-    done = plan("microbenchmark", *words)
-    assert done.returncode == 2
-    assert named in done.stderr
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_reaches_a_good_part_of_its_data_sheet(tmp_path):

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.measured_rows import read_rows, row_from, study_of
+from benchmarks.measured_rows import read_rows, row_from
 from benchmarks.published_rows import published_rows
 from benchmarks.stack_profiles import profiles
 from titan_like.config import ConfigError
 from titan_like.metrics.flops import model_flops_per_token
-from titan_like.models.gpt.config import GPTConfig
 from titan_like.models.llama.config import LlamaConfig
 from titan_like.planner import rows
 from titan_like.planner.commands.calibrate import usable
@@ -23,25 +22,6 @@ OWN = {
     "model": "m", "layers": "24", "hidden": "1024", "heads": "16", "seq": "1024", "vocab": "50257", "gpu": "A100-80GB",
     "gpus": "8", "tp": "2", "gbs": "64", "step_time_s": "1", "notes": "mine",
 }  # fmt: skip
-
-
-def test_heads_that_are_not_stated_are_about_128_wide_and_divide_all():
-    table = {name: text for name, text in OWN.items() if name != "heads"} | {"hidden": "13824", "tp": "8"}
-    table |= {"gpus": "320", "pp": "10", "gbs": "2048", "notes": "bloom 02-20"}
-    assert row_from(table).work.model.num_attention_heads == 96  # 108 would not divide by 8
-    failed = row_from(table | {"step_time_s": "", "notes": "bloom; OOM"})
-    assert failed.out_of_memory
-    with pytest.raises(ValueError, match="neither step_time_s nor tflops_per_gpu"):
-        row_from(table | {"step_time_s": ""})
-
-
-@pytest.mark.parametrize(
-    ("notes", "study"),
-    [("ptdp_table2; tf=hw96", "ptdp_table2"), ("bloom 02-17; fp16", "bloom"), ("tokens/s/gpu=4850; x", "tokens/s/gpu"),
-     ("tf=hw96; y", "tf=hw96"), ("", "")],
-)  # fmt: skip
-def test_study_is_the_first_word(notes, study):
-    assert study_of(notes) == study
 
 
 def test_rows_that_say_too_little_are_named(tmp_path):
@@ -86,14 +66,6 @@ def test_rows_that_cannot_be_are_refused_by_column_and_value(change, problem):
     assert row_from(good).work.data_parallel == 8
     with pytest.raises(ValueError, match=re.escape(problem)):
         row_from(good | change)
-
-
-@pytest.mark.parametrize(
-    ("words", "mode", "every"), [("None", "none", 1), (" FULL", "full", 1), ("selective-AC", "full", 2)]
-)
-def test_recomputation_is_read_whatever_its_case(words, mode, every):
-    table = OWN | {"notes": "foundry;", "recompute": words}
-    assert (row_from(table).work.recompute, row_from(table).work.recompute_every) == (mode, every)
 
 
 def test_rows_that_a_profile_cannot_predict_are_named():
@@ -146,9 +118,3 @@ def test_runs_of_this_trainer_are_read_from_their_commands(tmp_path):
         rows.read_rows(path)
     with pytest.raises(ConfigError, match=r"planner_accuracy\.py --points .* JSON file"):
         rows.read_rows(tmp_path / "points.csv")
-
-
-def test_a_llama_with_an_mlp_four_times_as_wide_is_known_by_its_name():
-    table = OWN | {"model": "Llama 3.2 1B", "kv_heads": "8", "ffn": "4096"}
-    assert type(row_from(table).work.model) is LlamaConfig
-    assert type(row_from(table | {"model": "GPT"}).work.model) is GPTConfig

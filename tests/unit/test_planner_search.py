@@ -134,6 +134,7 @@ SLOW_LINKS = ["--model.flavor=gpt2_124m", "--model.overrides.num_layers=6", "--c
 PLAIN = frozenset({"training.micro_batch_size", "activation_checkpoint.mode"})  # fewer layouts
 
 
+@pytest.mark.slow
 def test_slow_links_do_not_hide_the_best_layout():
     """Where bounds are furthest from what the passes take."""
     found = search(run(*SLOW_LINKS, "--training.dtype=float32"), 6, fixed=PLAIN, kinds=3)
@@ -154,6 +155,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "flavor", "gpus", "batch", "more"), CASES)
 def test_every_layout_is_valid(family, flavor, gpus, batch, more):
     settings = [f"--model.family={family}", f"--model.flavor={flavor}", f"--training.global_batch_size={batch}"]
@@ -174,6 +176,7 @@ def test_every_layout_is_valid(family, flavor, gpus, batch, more):
             assert again._replace(virtual_stages=virtual, recompute_every=work.recompute_every) == work
 
 
+@pytest.mark.slow
 def test_fixed_settings_stay():
     fixed = {"parallelism.tensor_parallel_degree": 4, "parallelism.zero_stage": 2, "training.micro_batch_size": 2}
     fixed |= {"activation_checkpoint.mode": "full", "parallelism.pipeline_schedule": "gpipe"}
@@ -185,29 +188,6 @@ def test_fixed_settings_stay():
         settings = found.space.settings(one.work)
         assert {key: settings[key] for key in fixed} == fixed
         assert {key: setting(found.space.configured(one.work), key) for key in fixed} == fixed
-
-
-@pytest.mark.slow
-def test_uneven_stages_that_are_fixed_stay():
-    config = run("--model.flavor=1.7b", "--parallelism.pipeline_layers=[5,7,7,5]", "--cluster.gpu=A100",
-                 "--training.global_batch_size=8", "--training.dtype=bfloat16")  # fmt: skip
-    found = search(config, 8, fixed=PLAIN | {"parallelism.pipeline_layers"})
-    assert {one.work.stage_layers for one in found.ranked} == {(5, 7, 7, 5)}
-    assert found.config.parallelism.pipeline_layers == [5, 7, 7, 5]
-
-
-@pytest.mark.parametrize(
-    ("settings", "gpus", "named"),
-    [
-        (["--model.flavor=7.5b", "--training.global_batch_size=7"], 37, "global_batch_size"),
-        (["--model.flavor=gpt3_175b", "--training.global_batch_size=8"], 1, "no layout of"),
-        (["--model.flavor=7.5b", "--training.dtype=float32", "--training.reduce_dtype=bfloat16"], 8, "reduce_dtype"),
-        (["--job.config_file=race"], 2, 'sentence_head = "choice": layouts are not searched'),
-    ],
-)
-def test_no_layout_is_one_sentence(settings, gpus, named):
-    with pytest.raises(ConfigError, match=named):
-        search(run("--training.dtype=bfloat16", "--cluster.gpu=A100", *settings), gpus)
 
 
 @pytest.mark.parametrize(
@@ -230,21 +210,6 @@ def test_fixed_settings_that_leave_no_layout_are_named(fixed, problem):
                  "--training.global_batch_size=64", "--training.dtype=bfloat16")  # fmt: skip
     with pytest.raises(ConfigError, match=re.escape(problem)):
         search(config, 64, fixed=frozenset(keys))
-
-
-def test_adding_up_whole_gradients_is_named_where_it_is_what_costs():
-    keys = {"activation_checkpoint.mode": "full", "training.micro_batch_size": 8, "parallelism.zero_stage": 1,
-            "parallelism.tensor_parallel_degree": 1, "parallelism.pipeline_parallel_degree": 1}  # fmt: skip
-    profile, fastest = profiles()["selene_2021"].changed(accumulation_bytes=10.0), {}
-    for stage in (1, 2):
-        settings = [f"--{key}={value}" for key, value in (keys | {"parallelism.zero_stage": stage}).items()]
-        config = run(*settings, "--model.flavor=1.7b", "--cluster.gpu=A100", "--training.global_batch_size=256",
-                     "--training.dtype=bfloat16")  # fmt: skip
-        found = search(config, 8, profile, frozenset(keys))
-        fastest[stage] = found.fastest
-    assert differences(fastest[2], fastest[1])["compute"] > 0
-    why = why_slower(fastest[2], fastest[1], found.profile)
-    assert "ZeRO 1 accumulates whole gradients of 4 microbatches" in why
 
 
 def test_of_layouts_that_predictions_cannot_tell_apart_the_simplest_is_best():
@@ -274,6 +239,7 @@ def test_best_layout_is_no_slower_than_the_paper_s(name, gpus):
     assert (again.time, again.memory.largest) == (found.best.time, found.best.memory_bytes)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_over_a_node_is_best_as_in_figure_13():
     """162.2B parameters on 64 GPUs, tensor × pipeline = 64 (arXiv 2104.04473, section 5.4.1)."""
     shape = {"num_layers": 32, "hidden_size": 20480, "num_attention_heads": 128}
@@ -313,21 +279,6 @@ def test_a_shape_has_the_parameters_asked_for_and_its_flavor_s_proportions(famil
         assert (model.vocab_size, type(model)) == (style.vocab_size, type(style))
         grouped = [one.num_kv_heads < one.num_attention_heads for one in (model, style)]
         assert grouped[0] == grouped[1]
-
-
-@pytest.mark.parametrize(
-    ("family", "parameters", "width", "layers"),  # GPT-3 6.7B (arXiv 2005.14165), 1T (2104.04473); 2407.21783
-    [("gpt", 6.7e9, 4096, 32), ("gpt", 1.008e12, 25600, 128), ("llama", 70.6e9, 8192, 80)],
-)
-def test_shapes_are_near_those_of_the_papers(family, parameters, width, layers):
-    flavor = {"gpt": "gpt3_175b", "llama": "llama3.1_8b"}[family]
-    model = model_config(shape_of(Model(family=family, flavor=flavor), parameters, 2048))
-    assert model.hidden_size == pytest.approx(width, rel=0.13) and model.num_layers == pytest.approx(layers, rel=0.2)
-
-
-def test_a_family_without_so_small_a_model_says_which_it_has():
-    with pytest.raises(ConfigError, match=r"--params = .*the nearest llama model has [0-9,]+ parameters"):
-        shape_of(Model(family="llama", flavor="llama3.1_8b"), 1e8, 2048)
 
 
 def test_a_budget_of_the_file_is_not_part_of_the_modes_that_are_searched():

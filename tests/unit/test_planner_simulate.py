@@ -24,14 +24,6 @@ def test_lanes_show_passes_their_microbatches_and_waits():
     ]
 
 
-def test_a_column_shows_what_took_most_of_it():
-    step = simulated("gpipe", 2, 1, 40, unit_time)
-    first, last = lanes(step, 41)  # three units of time to a column
-    assert first[:13] == "F" * 13
-    assert set(first[14:]) == {"B"}
-    assert last[-1] == "."
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_timeline_comes_back_from_its_file(schedule, tmp_path):
     virtual = stages_per_rank(schedule, 2)
@@ -102,41 +94,6 @@ def test_simulate_draws_writes_and_compares(tmp_path):
     assert same.returncode == 0
     found = json.loads(target.read_text())["simulate"]
     assert all(part["predicted"] == pytest.approx(part["measured"], abs=1e-9) for part in found["compared"])
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--width", "3"], "--width"),
-        (["--picture", "step.jpg"], "--picture"),
-        (["--measured", "train_configs/schema.json"], "--measured"),
-        (["--training.global_batch_size", "7"], "global_batch_size"),
-    ],
-)
-def test_bad_input_is_one_sentence(words, named):
-    done = plan("simulate", *RUN, *words)
-    assert done.returncode == 2, done.stdout
-    assert done.stderr.count("\n") == 1
-    assert named in done.stderr
-
-
-def test_a_timeline_of_another_pipeline_is_refused(tmp_path):
-    path = tmp_path / "step.json"
-    path.write_text(json.dumps(chrome_trace(simulated("1f1b", 4, 1, 4, unit_time))))
-    done = plan("simulate", *RUN, "--measured", path)
-    assert done.returncode == 2
-    assert "1f1b, 4 ranks, 4 microbatches" in done.stderr
-    assert "interleaved_1f1b, 4 ranks of 3 stages each, 4 microbatches" in done.stderr
-    path.write_text(json.dumps(chrome_trace(simulated("1f1b", 1, 1, 4, unit_time))))
-    assert "1f1b, 1 rank, 4 microbatches" in plan("simulate", *RUN, "--measured", path).stderr
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"traceEvents": [], "otherData": {}}', "\\x00"])
-def test_what_is_no_timeline_is_refused(text, tmp_path):
-    path = tmp_path / "step.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="no timeline"):
-        read_trace(path)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.measured_rows import equal_stages
 from benchmarks.stack_profiles import profiles
 from tests.distributed.launch import base_config
-from tests.unit.planner_cases import flavor, layer_times, random_workloads
+from tests.unit.planner_cases import random_workloads
 from titan_like.config import ConfigError, load_config
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.predict import predict
@@ -18,13 +17,12 @@ from titan_like.planner.profile import Links, builtin_profiles
 from titan_like.planner.stack import of_own_trainer
 from titan_like.planner.step_time import exposed, step_time
 from titan_like.planner.trace.program import Gemm
-from titan_like.planner.workload import Workload
 
 SELENE = profiles()["selene_2021"]
 WORKLOADS = random_workloads(15, seed=1)
-RUN = Workload(flavor("gpt", "7.5b"), 2048, 1, 32, tensor=8, sequence_parallel=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", profiles().values(), ids=lambda profile: profile.name)
 def test_predictions_are_finite_positive_and_the_sum_of_their_parts(profile):
     for work in WORKLOADS:
@@ -34,14 +32,6 @@ def test_predictions_are_finite_positive_and_the_sum_of_their_parts(profile):
         assert all(math.isfinite(part) and part >= 0 for part in found)
         assert found.compute > 0
         assert found.total == pytest.approx(sum(found[:-1]))
-
-
-def test_more_work_takes_longer():
-    for work in WORKLOADS:
-        before = step_time(work, SELENE).total
-        assert step_time(work._replace(global_batch_size=2 * work.global_batch_size), SELENE).total > before
-        if work.recompute == "none":
-            assert step_time(work._replace(recompute="full"), SELENE).total > before
 
 
 @pytest.mark.parametrize("factor", [1.01, 3])
@@ -103,12 +93,6 @@ def test_predictions_of_random_valid_configurations_are_finite_and_positive():
         assert forecast.rates.tokens_per_second > 0
         assert 0 < forecast.rates.hfu < 1
     assert accepted > 12
-
-
-def test_tensor_parallelism_of_one_node_beats_that_of_two():
-    model = flavor("gpt", "18b")
-    times = {t: step_time(Workload(model, 2048, 2, 1024, tensor=t, shard=256 // t), SELENE).total for t in (8, 16)}
-    assert times[16] > 1.3 * times[8]
 
 
 def test_gemm_pays_for_edge_tiles_and_for_the_last_wave():
@@ -183,35 +167,3 @@ def test_hidden_communication_is_not_free():
     assert exposed(3.0, 0.0, profile) == 3.0
     assert exposed(3.0, 10.0, profile) == pytest.approx(0.6)
     assert exposed(3.0, 2.0, profile) == pytest.approx(1.0 + 0.2 * 2.0)
-
-
-def test_gradients_of_later_microbatches_are_added_in_memory():
-    profile = SELENE.changed(accumulation_bytes=6.0)
-    several, plain = (step_time(RUN, of).compute for of in (profile, SELENE.changed(accumulation_bytes=0.0)))
-    moved = 6 * 32 * RUN.model.num_parameters() / 8  # tensor parallelism does not split norms
-    assert several - plain == pytest.approx(moved / SELENE.memory_rate, rel=0.02)
-    assert RUN._replace(zero_stage=2).accumulates  # one shard is all of it
-    assert not RUN._replace(zero_stage=2, shard=2, global_batch_size=16).accumulates
-
-
-def test_blocking_launches_add_the_host_s_time():
-    profile = SELENE.changed(blocking_launches=True, operator_time=1e-4)
-    more = profile.changed(operator_time=2e-4)
-    host = 36 * sum(times.host for times in layer_times(RUN, profile))
-    apart = step_time(RUN, more).total - step_time(RUN, profile).total
-    assert 32 * host < apart < 1.1 * 32 * host  # and the two ends
-
-
-def test_the_host_waits_for_the_messages_of_every_stage():
-    for virtual, schedule in ((1, "1f1b"), (3, "interleaved_1f1b")):
-        work = RUN._replace(pipeline=4, virtual_stages=virtual, schedule=schedule)
-        more = SELENE.changed(microbatch_time=SELENE.microbatch_time + 0.01)
-        assert step_time(work, more).other - step_time(work, SELENE).other == pytest.approx(32 * virtual * 0.01)
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(126, 64), (126, 128), (8, 3), (12, 12)])
-def test_equal_stages_hold_all_layers(layers, stages):
-    counts = equal_stages(layers, stages)
-    assert sum(counts) == layers
-    assert max(counts) - min(counts) <= 1
-    assert counts[-1] == min(counts)

@@ -7,20 +7,18 @@ import pytest
 from benchmarks.stack_profiles import profiles
 from tests.unit.planner_cases import flavor, random_workloads
 from titan_like.metrics.step_timeline import simulated
-from titan_like.parallel.schedules.simulate import ideal_bubble
 from titan_like.parallel.schedules.tables import SCHEDULES, check_schedule, schedule_table, stages_per_rank
 from titan_like.planner.bounds import least_step_seconds
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.stack import of_own_trainer
-from titan_like.planner.step_time import message_time, step_time, steps_of, timeline, waiting_share
+from titan_like.planner.step_time import step_time, steps_of, timeline, waiting_share
 from titan_like.planner.walk import span_of
 from titan_like.planner.workload import PipelineSchedule, Workload
 
 SELENE = profiles()["selene_2021"]
-QUIET = SELENE.changed(
-    nvlink_latency=0.0, network_latency=0.0, message_efficiency=1e12, nvlink_efficiency=1e12, microbatch_time=0.0
-)
 GPT = flavor("gpt", "7.5b")
+
+
 RUN = Workload(GPT, 2048, 1, 32, tensor=8, sequence_parallel=True)
 
 
@@ -61,34 +59,6 @@ def test_the_timeline_ends_where_the_step_does():
     for work in random_workloads(12, seed=1):
         end = max(phase.end for phase in timeline(work, profile).phases)
         assert step_time(work, profile).total == pytest.approx(end, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
-)
-def test_bubble_of_equal_stages_is_the_closed_form(schedule, virtual):
-    """(p - 1) / (v m) of a microbatch's work (arXiv 2104.04473, section 2.2)."""
-    p, m = 4, 16
-    assert ideal_bubble(schedule, p, virtual, m) == (p - 1) / (virtual * m)
-    found = span_of(PipelineSchedule(schedule, p, virtual, m), [1.0, 2.0, 1.0, 1.0] * p * virtual, 0.0)
-    assert found == pytest.approx(3.0 * virtual * (m + (p - 1) / virtual))
-
-
-@pytest.mark.parametrize("predicted", [lambda w, p: step_time(w, p).total, least_step_seconds])
-def test_an_uneven_stage_holds_the_others_up(predicted):
-    even = RUN._replace(pipeline=4, stage_layers=(9, 9, 9, 9))
-    assert predicted(even._replace(stage_layers=(7, 15, 7, 7)), QUIET) > 1.3 * predicted(even, QUIET)
-
-
-def test_messages_that_a_rank_waits_for_itself_take_its_time():
-    work = RUN._replace(pipeline=4)
-    waits, hides = (step_time(work, SELENE.changed(message_exposed=part)) for part in (1.0, 0.0))
-    nbytes = 2048 * 4096 * 2 // 8
-    message = message_time(work, SELENE, nbytes)
-    assert waits.messages == pytest.approx(32 * message) or waits.messages == pytest.approx(2 * 32 * message)
-    assert hides.messages == 0
-    assert hides.compute == waits.compute
-    assert waits.total - 32 * 2 * message < hides.total < waits.total  # hidden, or waited for where it is needed
 
 
 def test_what_zero_3_gathers_is_part_of_every_pass():

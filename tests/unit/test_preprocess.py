@@ -21,11 +21,10 @@ from titan_like.commands.preprocess_data import main
 from titan_like.config import ConfigError
 from titan_like.data.readers import raw_text
 from titan_like.data.readers.indexed import IndexedDataset
-from titan_like.data.readers.raw_text import UnreadableError, read_pieces, texts_of
+from titan_like.data.readers.raw_text import read_pieces, texts_of
 from titan_like.data.text import long_text, preprocess
 from titan_like.data.text.preprocess import Job, tokenize_files
 
-ROOT = Path(__file__).resolve().parents[2]
 EOD = 256
 WORDS = "the quick brown fox jumps over a lazy dog while it's raining; 3 cats and 12 naïve мыши watch".split()  # noqa: SIM905
 
@@ -71,15 +70,6 @@ def test_every_format_gives_its_documents_in_order(num_workers: int, tmp_path: P
     assert documents(tmp_path / "out") == expected
     assert (done.documents, done.tokens) == (len(expected), sum(map(len, expected)))
     assert not (tmp_path / "out.unfinished").exists()
-
-
-@pytest.mark.parametrize("text", ["漢字仮名交じり文" * 5000, "-\n" * (1 << 14)])  # the second could be cut at its end
-def test_a_long_text_without_spaces_loses_nothing(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_text, "PIECE", 1 << 13)
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    assert all(piece.content for piece, _ in read_pieces(tmp_path / "a.txt", "text"))
-    tokenize_files(Job([tmp_path / "a.txt"], "byte"), tmp_path / "out")
-    assert documents(tmp_path / "out") == tokenized([text])
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow"])
@@ -135,6 +125,7 @@ def run(*options: object) -> CompletedProcess[str]:
     return Script("scripts/preprocess_data.py", [*map(str, options)]).wait()
 
 
+@pytest.mark.slow
 def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -172,23 +163,6 @@ def test_the_command_line(byte_pairs: str, tmp_path: Path) -> None:
     assert "exists; remove it or name another place" in again.stderr
 
 
-def test_unfit_options_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "object.json").write_text('{\n  "text": a\n}')
-    for unfit, words in {
-        ("--output", "."): "is a folder; name the dataset in it, such as corpus",
-        ("--input", "empty.txt"): "the file is empty; remove it",
-        ("--input", "object.json"): "contains neither a JSON array nor JSON objects; write it so",
-    }.items():
-        with pytest.raises(ConfigError) as error:
-            main(["--input", "a.txt", "--output", "out", *unfit])
-        assert str(error.value).startswith((f"{unfit[0]} = ", f'command line = "{unfit[0]}": '))
-        assert words in str(error.value) and "\n" not in str(error.value)
-        assert not list(tmp_path.glob("out*"))
-
-
 def truncated(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
@@ -224,15 +198,7 @@ def test_bad_files_are_one_sentence(name: str, content: bytes, problem: str, tmp
         assert not list(tmp_path.glob("out.[bi]*"))
 
 
-def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None:
-    write_records(tmp_path / "a.parquet", ["x", None])
-    with pytest.raises(UnreadableError, match='has no column "body"; it has id, text'):
-        list(read_pieces(tmp_path / "a.parquet", "body"))
-    for key, row in (("text", 2), ("id", 1)):
-        with pytest.raises(ConfigError, match=rf'a.parquet:{row}.*the record has no text under "{key}"'):
-            tokenize_files(Job([tmp_path / "a.parquet"], "byte", key), tmp_path / key)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "workers"), [("piece 1", 0), ("piece 3", 2), ("a rename", 0), ("the end", 0)])
 def test_an_interruption_loses_and_repeats_nothing(
     place: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

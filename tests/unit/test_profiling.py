@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from titan_like.config.schema import JobConfig
 from titan_like.metrics import profiling
-from titan_like.metrics.profiling import StepProfiler, write_timeline
-from titan_like.metrics.step_timeline import StepTimeline
+from titan_like.metrics.profiling import StepProfiler
 from titan_like.parallel.layout import Layout
-from titan_like.parallel.schedules.simulate import Event
 from titan_like.parallel.schedules.tables import Action
 
 MICROBATCHES = 3
@@ -129,26 +127,3 @@ def test_processes_beside_the_first_pipeline_write_traces_alone(mesh: Any, tmp_p
         section = {"timeline_interval": 1, "trace_steps": [1], "trace_ranks": ranks}
         assert Run(Mesh(pp=first, dp_shard=second), tmp_path, section).step(1).profile is None
         assert names(tmp_path, "") == files
-
-
-def step_of_two() -> StepTimeline:
-    passes = [
-        Event(0, Action("F", 0, 0), 0.0, 0.010),
-        Event(1, Action("F", 1, 0), 0.015, 0.025),
-        Event(1, Action("B", 1, 0), 0.025, 0.045),
-        Event(0, Action("B", 0, 0), 0.050, 0.070),
-    ]
-    return StepTimeline("1f1b", 2, 1, passes)
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_a_picture_is_drawn_where_matplotlib_is(draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if draws:
-        pytest.importorskip("matplotlib")
-    monkeypatch.setattr(profiling, "can_draw", lambda: draws)
-    text = write_timeline(step_of_two(), 7, tmp_path)
-    endings = ["json", "png", "txt"] if draws else ["json", "txt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-7.{ending}" for ending in endings]
-    assert not draws or (tmp_path / "step-7.png").read_bytes().startswith(b"\x89PNG")
-    saved = f"saved {tmp_path}/step-7.json, .txt and .png"
-    assert text.endswith(saved if draws else "(a picture needs matplotlib: pip install 'titan_like[plot]')")

@@ -15,16 +15,13 @@ from titan_like.config import ConfigError, load_config
 from titan_like.config.schema import Data, JobConfig
 from titan_like.data.loading.open_source import open_source
 from titan_like.data.objectives.race import read_questions
-from titan_like.data.objectives.sentence_pairs import PairTokens
-from titan_like.data.readers.raw_text import UnreadableError
 from titan_like.data.source import DataRequest
-from titan_like.data.text.tokenizer import ByteTokenizer, build_tokenizer
+from titan_like.data.text.tokenizer import build_tokenizer
 from titan_like.train.job import run_job
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
 
 SEQ = 16
-BYTES = PairTokens(*ByteTokenizer.pair_ids)
 SHAPE = {"num_layers": 2, "hidden_size": 64, "init_std": 0.1, "vocab_size": len(VOCABULARY), "sentence_head": "choice"}
 MODEL = {f"model.overrides.{key}": value for key, value in SHAPE.items()}
 MODEL |= {"model.family": "bert", "training.seq_len": SEQ}
@@ -86,19 +83,6 @@ def test_what_is_not_race_is_one_sentence(race: Path, tmp_path: Path) -> None:
         settings = arguments(race, {}) if family == "bert" else ["--model.family=gpt"]
         with pytest.raises(ConfigError, match=words_of):
             evaluate.main([*settings, "--training.steps=1", "--task", task])
-
-
-@pytest.mark.parametrize(
-    "values", [{"questions": "b"}, {"options": [["a", "b", "c"]]}, {"answers": ["E"]}, {"answers": ["A", "B"]}]
-)
-def test_a_damaged_file_is_one_sentence(tmp_path: Path, values: dict[str, object]) -> None:
-    whole = {"article": "a", "questions": ["b"], "options": [["a", "b", "c", "d"]], "answers": ["A"]}
-    (tmp_path / "1.txt").write_text(json.dumps(whole))
-    (question,) = read_questions(tmp_path, ByteTokenizer())
-    assert (question.answer, len(question.options)) == (0, 4)
-    (tmp_path / "1.txt").write_text(json.dumps(whole | values))
-    with pytest.raises(UnreadableError, match="no article with questions"):
-        read_questions(tmp_path, ByteTokenizer())
 
 
 def test_accuracy_is_that_of_transformers(race: Path, tmp_path: Path, capsys) -> None:

@@ -68,6 +68,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 IN_SAMPLES, IN_TOKENS = {"training.samples": SAMPLES}, {"training.tokens": SAMPLES * SEQ_LEN + 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "step", "batch", "steps", "length"),
     [
@@ -96,6 +97,7 @@ def test_a_run_with_another_batch_size_ends_after_its_samples_on_the_same_schedu
     assert is_resumable(config_of(dump, settings)) == (False, finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bug",
     [
@@ -110,6 +112,7 @@ def test_bugs_are_found(begun: dict[str, Path], tmp_path: Path, bug: Prepare) ->
         test(begun, tmp_path, "cosine", 10, 16, 15, IN_SAMPLES)
 
 
+@pytest.mark.slow
 def test_the_schedule_survives_several_changes_of_the_batch_size(begun: dict[str, Path], tmp_path: Path) -> None:
     dump, settings = tmp_path / "out", SCHEDULES["cosine"] | {"training.samples": SAMPLES}
     shutil.copytree(begun["cosine"], dump)
@@ -132,6 +135,7 @@ def test_steps_stay_steps(begun: dict[str, Path], tmp_path: Path) -> None:
     assert records[-1]["step"] == 20 and records[-1]["consumed_samples"] == 240
 
 
+@pytest.mark.slow
 def test_a_ramp_up_that_is_over_may_leave_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batches of 4 up to 40 samples, then of 8: 10 + 15 steps. Without the ramp-up they would be 20."""
     dump, settings = tmp_path / "out", SCHEDULES["cosine"] | {"training.samples": SAMPLES}
@@ -151,29 +155,7 @@ def lines_of_changes(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if "from step" in line]
 
 
-def test_a_resumed_run_says_what_changes(
-    begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dump, settings = tmp_path / "out", SCHEDULES["cosine"]
-    shutil.copytree(begun["cosine"], dump)
-    go_back(dump, 10)
-    shorter = settings | {"training.samples": 120, "training.max_norm": 2, "health.skip_nonfinite": "false"}
-    shorter |= {"model.overrides.dropout": 0.25}
-    nothing_learnt = {"metrics.log_interval": 3, "checkpoint.interval": 2, "data.num_workers": 1}
-    records = train(dump, shorter | nothing_learnt | {"optimizer.implementation": "foreach"})
-    assert records[10]["step"] == 11
-    assert lines_of_changes(capsys) == [
-        f" from step 11 on: training.samples 160 -> 120, so lr at step 11 is {records[10]['lr']:.3g} instead of "
-        f"{cosine(88):.3g}",
-        " from step 11 on: training.max_norm 0.0 -> 2.0",
-        " from step 11 on: health.skip_nonfinite true -> false",
-        " from step 11 on: model.overrides.dropout 0.0 -> 0.25",
-    ]
-    go_back(dump, 12)
-    train(dump, shorter)  # as the checkpoint says
-    assert lines_of_changes(capsys) == []
-
-
+@pytest.mark.slow
 def test_a_schedule_can_be_kept(begun: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = tmp_path / "out"
     shutil.copytree(begun["cosine"], dump)

@@ -121,10 +121,3 @@ def test_warmup_ends_with_a_shorter_run(decay, peak):
         f"lr_scheduler.warmup_steps = 100 is too long for this run; the warm-up takes {peak}"
     )
     assert describe_warmup(settings, 111 if decay == "wsd" else 100) is None
-
-
-def test_matching_lengths_and_batches_pass():
-    # Batches of 8 until ten samples are consumed, which is after the second, then of 16: 8 + 8 + 5 · 16 = 96.
-    assert check("training.batch_size_rampup=[8, 8, 10]", "training.samples=100") == 7
-    assert check("training.tokens=4096", "lr_scheduler.warmup_steps=1") == 1  # 16 samples of 256 tokens
-    assert check("training.steps=1", "training.global_batch_size=48", data_parallel=3) == 1

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tomli_w
 
@@ -102,16 +101,7 @@ def test_layouts_that_are_the_same_are_measured_once() -> None:
     ]
 
 
-def test_largest_tries_all_sizes_that_the_rules_allow() -> None:
-    values = {TENSOR: [1, 2], GLOBAL: [24], MICRO: ["largest"]}
-    cases = grid_cases(load_config(DEBUG), [4], values)
-    assert [case.sizes for case in cases] == [(1, 2, 3, 6), (1, 2, 3, 4, 6, 12)]
-    assert [layout_name(case.with_size(case.sizes[-1]), 4) for case in cases] == [
-        "n4-dp4-mbs6-gbs24",
-        "n4-tp2-dp2-mbs12-gbs24",
-    ]
-
-
+@pytest.mark.slow
 def test_the_planner_chooses_what_is_measured() -> None:
     config = load_config([*DEBUG, "--cluster.gpu=A100-80GB", "--cluster.gpus_per_node=8"])
     cases = planned_cases(config, {2: None, 5: None}, frozenset(), top=3)
@@ -140,12 +130,6 @@ def test_a_wrong_grid_gets_a_sentence(case: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_grid(str(path), [*DEBUG, "--parallelism.pipeline_parallel_degree=1"])
     assert sentence in str(caught.value)
-
-
-def test_a_grid_is_read_as_settings_are(tmp_path: Path) -> None:
-    path = tmp_path / "grid.toml"
-    path.write_text('processes = 4\ntraining.micro_batch_size = ["largest", "2"]\n')
-    assert read_grid(str(path), DEBUG) == {"processes": [4], MICRO: ["largest", 2]}
 
 
 BAD_OPTIONS = """
@@ -310,34 +294,9 @@ def test_failures_are_told_apart(log: str, outcome: str, reason: str) -> None:
     assert found["outcome"] == outcome and reason in found["reason"]
 
 
-def test_the_median_step_counts(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    times = [9.0, 8.0, 4.0, 1.0, 3.0, 2.0]
-    records = [
-        {"step_time_s": time, "tokens_per_second": 640 / time, "tflops_per_device": 1 / time, "mfu_model": None,
-         "global_batch_size": 10, "peak_memory_bytes": 100 + step}
-        for step, time in enumerate(times)
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = trial.figures(path, Plan(2, 4, 1.0, None))
-    assert found["step_time_s"] == 2.0  # the lower one of 2 and 3
-    assert (found["samples_per_second"], found["tokens_per_second"], found["peak_memory_bytes"]) == (5.0, 320.0, 105)
-    short = trial.figures(path, Plan(2, 5, 1.0, None))
-    assert (short["outcome"], short["reason"]) == (FAILED, "it ended after 6 of 7 steps")
-
-
 def row(seconds: float, predicted: float | None, processes: int = 2, batch: int = 8, **more: Any) -> results.Row:
     known = {"outcome": OK, "step_time_s": seconds, "predicted_step_time_s": predicted, "processes": processes}
     return known | {"global_batch_size": batch} | more
-
-
-def test_rank_correlation_is_spearmans() -> None:
-    from scipy.stats import spearmanr
-
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        first, second = generator.integers(0, 6, (2, 12)).astype(float)  # with ties
-        assert results.rank_correlation(first, second) == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
 
 
 def test_regret_is_that_of_choices_between_equal_processes_and_batches() -> None:

@@ -103,6 +103,7 @@ with StopSignals():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)", "time.sleep(100)", "while True: len('')"],
@@ -113,6 +114,7 @@ def test_a_signal_before_the_first_step_ends_the_process(how: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (129, "", "ended by SIGHUP before the first step was done\n")
 
 
+@pytest.mark.slow
 def test_only_one_rank_of_a_machine_says_so_and_nohup_holds() -> None:
     code = BEFORE_THE_LOOP
     done = run(code.replace("HOW", "time.sleep(100)"), LOCAL_RANK="1")

@@ -73,19 +73,6 @@ def test_tokens_of_a_folder_are_those_of_transformers(tmp_path: Path, files: dic
     assert sorted(token.content for token in added.values()) == sorted(names)
 
 
-def test_several_ends_of_text_are_all_kept(tmp_path: Path) -> None:
-    save_kind(tmp_path, "l3")
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
-    assert end_ids(tmp_path) == [9]
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
-    assert end_ids(tmp_path) == [3, 5]  # transformers looks no further
-    ours = build_tokenizer(str(tmp_path))
-    assert ours.stop_ids == {3, 5, ours.eod_id}
-    (tmp_path / "generation_config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"generation_config\.json that is not a JSON object"):
-        build_tokenizer(str(tmp_path))
-
-
 def test_a_unigram_vocabulary_does_not_find_special_tokens_in_text(tmp_path: Path) -> None:
     texts, parts = ["the cat sat on the mat </s> hello"] * 50, {"pre_tokenizer": pre_tokenizers.Metaspace()}
     tokenizer = trained(models.Unigram(), texts, 60, ["<pad>", "</s>", "<unk>"], unk_token="<unk>", **parts)
@@ -165,21 +152,6 @@ def test_what_a_source_says_survives_saves(tmp_path: Path) -> None:
         assert (tmp_path / "given" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<x>"}}}),
-        ("tokenizer_config.json", {"extra_special_tokens": 5}),
-        ("added_tokens.json", {"<x>": 3, "<y>": 9}),
-    ],
-)
-def test_companions_that_cannot_be_are_named(tmp_path: Path, file: str, content: Any) -> None:
-    save_words(tmp_path, ["a", "</s>"])
-    _save_json(tmp_path, {file: content})
-    with pytest.raises(ConfigError, match=rf"has .*{file}"):
-        build_tokenizer(str(tmp_path))
-
-
 @pytest.mark.parametrize("bos", ["auto", "always"])
 def test_an_end_of_document_does_not_begin_one_too(tmp_path: Path, bos: str) -> None:
     template = processors.TemplateProcessing("</s> $A", "</s> $A $B", [("</s>", 1)])
@@ -188,29 +160,6 @@ def test_an_end_of_document_does_not_begin_one_too(tmp_path: Path, bos: str) -> 
     assert build_tokenizer(str(tmp_path), options=TokenOptions(bos=bos)).first_ids == []
     out = _export(tmp_path, {"tokenizer": str(tmp_path), "bos": bos})
     assert _theirs(out)("a").input_ids == [0]
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"generation_config.json": {"eos_token_id": [302, 299]}},
-        {"config.json": {"model_type": "llama", "eos_token_id": 302}},
-        {"special_tokens_map.json": {"eos_token": {"content": "<|eot_id|>", "lstrip": False}}},
-    ],
-)
-@pytest.mark.parametrize("bare", [False, True])
-def test_checkpoint_and_export_end_documents_as_training_did(tmp_path: Path, files: dict[str, Any], bare: bool) -> None:
-    spec = save_kind(tmp_path / "tokenizer", "l3")
-    _save_json(spec.parent, files | {"tokenizer_config.json": {"bos_token": "<|begin_of_text|>"}})
-    if bare:
-        (spec.parent / "tokenizer_config.json").unlink()
-    out = _export(tmp_path, {"tokenizer": str(spec)})
-    trained, stored = build_tokenizer(str(spec)).eod_id, build_tokenizer(str(tmp_path / "run" / "step-1")).eod_id
-    theirs = transformers.AutoTokenizer.from_pretrained(out)
-    assert (
-        302 == trained == stored == theirs.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"]
-    )
-    assert theirs("the cat").input_ids[0] == 298 and type(theirs).__name__ != "LlamaTokenizer"
 
 
 @pytest.mark.parametrize(("name", "bos"), [("CodeLlamaTokenizer", "never"), ("LlamaTokenizer", "auto")])

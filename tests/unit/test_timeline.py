@@ -13,7 +13,7 @@ from titan_like.metrics.step_timeline import (
     measured,
     simulated,
 )
-from titan_like.metrics.timeline_report import figures, rank_shares, report
+from titan_like.metrics.timeline_report import figures, rank_shares
 from titan_like.parallel.schedules.simulate import Event, ideal_bubble, unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, Action
 from titan_like.parallel.timeline import Timeline
@@ -115,20 +115,6 @@ def test_timeline_notes_passes_waits_and_phases(tmp_path):
     assert times.phases[0].start == backward.end
     assert times.phases[0].end == times.phases[1].start
     assert times.error == 0
-
-
-def test_report_says_what_the_figures_are():
-    step = measured("1f1b", 4, 1, seen_by_ranks(unit_step(), [0.0] * 4))
-    lines = report(step, "timeline of step 7").splitlines()
-    assert lines[0] == "timeline of step 7: 1f1b, 4 ranks, 8 microbatches; 33,000.00 ms, bubble 0.375"
-    text = "\n".join(lines)
-    assert "bubble fraction (idle / compute): 0.375, 0.375 without messages, 0.375 for equal stages" in text
-    assert "slowest stage: 0, 0.0% over the mean" in text
-    assert "exposed communication: 0.00% of the ranks' time" in text
-    assert "after the last pass: optimizer 3,000.00 ms, step 36,000.00 ms" in text
-    assert all(len(line) <= 110 for line in lines)
-    alone = report(simulated("1f1b", 1, 1, 1, unit_time), "timeline")
-    assert "1 rank, 1 microbatch;" in alone and "agree within" not in alone
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])

@@ -83,35 +83,6 @@ def test_bytes_that_an_update_reads_and_writes(settings: dict[str, Any]) -> None
     assert counted.nbytes == (work.traffic + work.matrix_traffic) * 48 * 96
 
 
-@pytest.mark.parametrize(
-    ("settings", "traffic", "in_layers"),
-    [
-        ({}, 28, 0),
-        ({"name": "sgd"}, 32, 0),  # the gradient is clipped 8, decay and gradient are added 12 each
-        # The gradients of skipped steps are replaced 8, momentum 12 and its factor 8, direction 12, cast 6, its norm 2
-        # and division by it 4, decay 8 and the update's subtraction 10.
-        ({"name": "muon"}, 28, 70),
-        # Squares 8 and their two sums 8; division by the columns' moments 8 and its norms 4; division by the rows' 8,
-        # decay 8, division by the columns' and subtraction 12, and assignment 12.
-        ({"name": "adafactor"}, 68, 68),
-        # A first moment is read and written twice, and the update once more: 32. The weights' norm takes 4.
-        ({"name": "adafactor", "beta1": 0.9, "scale_parameter": True}, 104, 104),
-    ],
-)
-def test_counted_bytes_per_element(settings: dict[str, Any], traffic: int, in_layers: int) -> None:
-    work = update_work(Optimizer(**settings))
-    assert (work.traffic, work.traffic + work.matrix_traffic) == (traffic, in_layers or traffic)
-
-
-def test_counted_workspace() -> None:
-    # Decay gives all gradients new storage at once. Muon has a direction, iterates before and after a step, and two
-    # products of the shorter side, all in bfloat16.
-    sgd, muon = (update_work(Optimizer(name=name)) for name in ("sgd", "muon"))
-    assert (sgd.held, sgd.workspace, sgd.matrix_workspace, sgd.widens) == (4, 0, 0, True)
-    assert (muon.held, muon.workspace, muon.widens) == (0, 0, False)
-    assert muon.workspace_of_matrix(30, 10) == 3 * 2 * 300 + 2 * 2 * 100
-
-
 def test_fused_adamw_is_counted_as_its_constant_says() -> None:
     assert _update_work(Optimizer().model_dump_json()) == ADAMW_WORK
 
@@ -175,22 +146,6 @@ def test_an_optimizer_states_its_own_exchange_of_matrices(monkeypatch: pytest.Mo
     assert times[0] - times[1] == pytest.approx(sends)
     of_update = rank_moments(work, 0)[1].total - rank_moments(alone, 0)[1].total
     assert of_update == pytest.approx(10**6 * elements * model.num_layers / 8, rel=1e-3)
-
-
-def squares(groups: Any, section: Optimizer) -> torch.optim.Optimizer:
-    class Squares(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self) -> None:  # type: ignore[override]
-            for weight in self.param_groups[0]["params"]:
-                assert max(weight.shape) <= 1024, "decomposing a square matrix of this side takes minutes"
-                weight.add_(weight.grad @ torch.linalg.eigh(torch.eye(weight.shape[1]))[1])
-
-    return Squares(groups, section.lr)
-
-
-def test_a_rule_that_decomposes_a_square_matrix_of_a_side_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "squares", f"{__name__}:squares")
-    assert update_work(Optimizer(name="squares")).gemms(30, 70) == {(30, 70, 70): 1}
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 96), (96, 48), (64, 64)])

@@ -184,16 +184,6 @@ def numbers(item):
     return {grouped(key): value for key, value in item.as_dict().items() if value is not None}
 
 
-def test_trackers_have_groups():
-    names = ("loss", "lm_loss", "mfu_model", "step_time_s", "peak_memory_bytes", "balance_loss", "bubble_fraction")
-    names = (*names, "validation_loss", "validation_loss/books", "validation_lm_loss", "lambada/accuracy")
-    assert [grouped(name) for name in names] == [
-        *("train/loss", "train/lm_loss", "throughput/mfu_model", "throughput/step_time_s", "memory/peak_memory_bytes"),
-        *("experts/balance_loss", "timeline/bubble_fraction", "validation/loss", "validation/loss/books"),
-        *("validation/lm_loss", "lambada/accuracy"),
-    ]
-
-
 def test_a_run_s_name_and_facts(monkeypatch):
     monkeypatch.delenv("WANDB_NAME", raising=False)
     config = JobConfig.model_validate(
