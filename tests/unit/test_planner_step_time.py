@@ -195,7 +195,7 @@ def test_gradients_of_later_microbatches_are_added_in_memory():
 
 
 def test_blocking_launches_add_the_host_s_time():
-    profile = SELENE.changed(blocking_launches=True, operator_time=1e-4)
+    profile = SELENE.changed(launch_norm=1, operator_time=1e-4)
     more = profile.changed(operator_time=2e-4)
     host = 36 * sum(times.host for times in layer_times(RUN, profile))
     apart = step_time(RUN, more).total - step_time(RUN, profile).total

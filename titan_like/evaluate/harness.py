@@ -265,13 +265,9 @@ def run_harness(
 ) -> dict[str, Any]:
     """Run the harness. Every process calls this. ``options`` are more arguments of its `simple_evaluate`.
 
-    Returns:
-        What the harness returns, with the figures of each task under "results". Empty except in the first process of
-        each machine.
-
-    Raises:
-        ConfigError: a task may not run, or has too few documents for examples.
-        RunError: the data of a task cannot be loaded, or a template or function of it fails.
+    The first process of each machine gets what the harness returns, with the figures of each task under "results", and
+    others get an empty table. Raises a `ConfigError` if a task may not run, or has too few documents for examples, and
+    a `RunError` if the data of a task cannot be loaded, or a template or function of it fails.
     """
     if dist.get_rank() != 0:
         options["bootstrap_iters"] = 0  # errors are printed on rank 0

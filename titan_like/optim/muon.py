@@ -65,8 +65,7 @@ class MatrixExchange:
     def gather(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Send this process's parts of the parameters, [local rows, local columns], to the matrices' owners.
 
-        Returns:
-            The whole matrices that this process owns, [matrices, rows, columns], by the number of their parameter.
+        Returns the whole matrices that this process owns, [matrices, rows, columns], by the number of their parameter.
         """
         received = self._exchange(self._pieces(parts), self.sizes_sent, self.sizes_owned, parts[0])
         wholes = {number: parts[0].new_empty(count, *self.shapes[number]) for number, count in self.counts.items()}

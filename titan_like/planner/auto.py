@@ -58,7 +58,10 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
     if part == "compute":
         if 2 * (_adding_up(work, profile) - _adding_up(best, profile)) > seconds:
             return f"ZeRO {work.zero_stage} accumulates whole gradients of {work.microbatches} microbatches"
-        return _slower_products(best, work)
+        fullest, best_fullest = (max(pipeline_of(layout).num_layers) for layout in (work, best))
+        if fullest * work.pipeline > best_fullest * best.pipeline:
+            return f"uneven stages: {fullest} of {len(work.model.layer_kinds)} layers on one of {work.pipeline} ranks"
+        return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
     if part == "recompute":
         return recomputed(work)
     if part == "tensor":
@@ -85,13 +88,6 @@ def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds per step in which gradients are added to the sums of earlier microbatches."""
     held = sum(pipeline_program(work).elements.values())
     return work.accumulates * work.microbatches * held * profile.accumulation_bytes / profile.memory_rate
-
-
-def _slower_products(best: Workload, work: Workload) -> str:
-    fullest, best_fullest = (max(pipeline_of(layout).num_layers) for layout in (work, best))
-    if fullest * work.pipeline > best_fullest * best.pipeline:
-        return f"uneven stages: {fullest} of {len(work.model.layer_kinds)} layers on one of {work.pipeline} ranks"
-    return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
 
 
 def recomputed(work: Workload) -> str:

@@ -7,7 +7,7 @@ Gradients are reduced in every backward pass under ZeRO 2 and 3, otherwise in th
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -132,6 +132,11 @@ class Rules(NamedTuple):
     def gathered_elements(self, unit: Unit) -> int:
         """Elements of a unit that are gathered, before ZeRO shards them. Only ZeRO 3 gathers frozen parameters."""
         return unit.elements + (unit.frozen_elements if self.gathers_every_pass else 0)
+
+    def gathered_and_buffered(self, units: Iterable[Unit]) -> tuple[int, int]:
+        """`gathered_elements` of some units, and how many of them are gathered through a buffer."""
+        sizes = [(self.gathered_elements(unit), unit.sharers not in self.single) for unit in units]
+        return sum([size for size, _ in sizes]), sum([size for size, is_buffered in sizes if is_buffered])
 
 
 def gathers_every_pass(zero_stage: int) -> bool:

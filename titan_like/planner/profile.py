@@ -21,7 +21,7 @@ import tomli
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from titan_like.config.errors import ConfigError, all_of, field_errors
+from titan_like.config.errors import ConfigError, all_of, field_errors, require
 from titan_like.config.paths import read_toml, unreadable_reason
 from titan_like.metrics import devices
 
@@ -58,19 +58,16 @@ class Links:
         return self.ring_latency(size, stride) + nbytes * slowest
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds to sum ``nbytes`` on every rank."""
-        if size == 1 or nbytes == 0:
-            return 0.0
-        latency, per_byte = _ring(self, size, stride)
-        factor = min(1, 64 / (size - 1))  # NCCL changes to trees, whose latency grows with the logarithm
-        return 2 * (factor * latency + nbytes * per_byte)
+        """Seconds to sum ``nbytes`` on every rank: as two times round, but of many ranks NCCL makes trees."""
+        trees = 64 / max(size - 1, 64)  # whose latency grows with the logarithm
+        return 2 * self.all_gather(nbytes, size, stride, trees)
 
-    def all_gather(self, nbytes: float, size: int, stride: int) -> float:
+    def all_gather(self, nbytes: float, size: int, stride: int, latencies: float = 1.0) -> float:
         """Seconds to all-gather a result of ``nbytes``; a reduce-scatter of an input of that size takes as long."""
         if size == 1 or nbytes == 0:
             return 0.0
         latency, per_byte = _ring(self, size, stride)
-        return latency + nbytes * per_byte
+        return latencies * latency + nbytes * per_byte
 
     def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:
         """Seconds of the slowest message if each GPU sends one to the GPU ``stride`` further on, in rows of ``ranks``.
@@ -183,8 +180,9 @@ class Profile:
     parameter_bytes: Count = 2  # per parameter in gathers
     accumulation_bytes: Amount = 10.0  # per parameter and microbatch: read the new gradient, read and write the sum
     optimizer_traffic: Amount = 52.0  # bytes per parameter that clipping and the update read and write
-    blocking_launches: bool = False  # the host waits for every operator (CUDA_LAUNCH_BLOCKING=1)
-    launch_norm: Count = 4  # how sharply the slower of host and device sets a pass's time; see `host_and_device`
+    # How sharply the slower of host and device sets a pass's time; see `host_and_device`. 1: the host waits for every
+    # operator (CUDA_LAUNCH_BLOCKING=1).
+    launch_norm: Count = 4
     tensor_host_forward: Amount = 0.0  # extra host time per layer with tensor parallelism, uncompiled
     tensor_host_backward: Amount = 0.0
     overhead_bytes: Amount = 3e9  # context, libraries and communication buffers
@@ -260,8 +258,7 @@ def builtin_profiles() -> dict[str, Profile]:
 def profile_from(name: str, table: dict[str, Any]) -> Profile:
     """Read a profile from its TOML. ``device`` names a GPU of devices.toml, or the one that [device_table] describes.
 
-    Raises:
-        ConfigError: keys are unknown or missing, a value is impossible, or the device is unknown or incomplete.
+    Raises a `ConfigError` for unknown or missing keys, impossible values, and a device that is unknown or incomplete.
     """
     table = dict(table)
     device_table = table.pop("device_table", None)
@@ -276,9 +273,9 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
         values["device"] = devices.device_from(values["device"], device_table)
     else:
         values["device"] = devices.find_device(values["device"])
-    if values.get("overhead_bytes", 0.0) >= values["device"].memory_bytes:
-        reason = f"must be below the device's memory, {values['device'].memory_bytes:.4g}"
-        raise ConfigError(f"profile {name}: overhead_bytes", values["overhead_bytes"], reason)
+    overhead, memory_bytes = values.get("overhead_bytes", 0.0), values["device"].memory_bytes
+    reason = f"must be below the device's memory, {memory_bytes:.4g}"
+    require(overhead < memory_bytes, f"profile {name}: overhead_bytes", overhead, reason)
     return Profile(name=name, **values)
 
 

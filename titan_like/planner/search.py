@@ -86,7 +86,7 @@ def search(
     kinds: int = 10,
     progress: Callable[[Counts], None] = lambda _: None,
 ) -> SearchResult:
-    """Find the best layouts of a run.
+    """Find the best layouts of a run. Raises a `ConfigError` if the GPU is unknown, no layout is valid, or none fits.
 
     Args:
         config: the run. The keys of `search_space.SEARCHED` are chosen anew, except those in ``fixed``.
@@ -95,9 +95,6 @@ def search(
         fixed: keys that stay as they are.
         kinds: how many combinations of tensor and pipeline degree to find the best layout of.
         progress: called now and then with the counts so far.
-
-    Raises:
-        ConfigError: the GPU is unknown, no layout is valid, or none fits.
     """
     num_gpus = num_gpus or cluster_size(config)
     profile = checked_profile(config, num_gpus, profile)

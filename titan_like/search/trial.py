@@ -68,8 +68,8 @@ class Place:
         each, limit = self.per_node or processes, (self.per_node or processes) * max(1, len(self.hosts))
         available = f"the Slurm job has {len(self.hosts)} nodes of {each}" if self.hosts else f"there are {each} GPUs"
         require(processes <= limit, "--processes", processes, f"{available}; use at most {limit}")
-        if processes > each and processes % each:
-            raise ConfigError("--processes", processes, f"does not fill whole nodes; use a multiple of {each}")
+        reason = f"does not fill whole nodes; use a multiple of {each}"
+        require(processes <= each or processes % each == 0, "--processes", processes, reason)
 
     def command(self, processes: int, settings: list[str], number: int, plan: Plan) -> list[str]:
         """The command of a trial. ``number`` differs, so that no Slurm step meets at the port of the one before."""

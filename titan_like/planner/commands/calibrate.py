@@ -157,8 +157,8 @@ def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]
             if is_builtin(profile.device):
                 find_device(row.gpu)  # raises ConfigError
             row.adapted(profile).device.peak_flops(row.work.dtype)  # raises ConfigError
-            if row.work.num_gpus > 1 and not profile.node_bandwidth:
-                raise ConfigError("gpus", row.work.num_gpus, f"{profile.name} knows nothing of links between processes")
+            reason = f"{profile.name} knows nothing of links between processes"
+            require(row.work.num_gpus == 1 or profile.node_bandwidth, "gpus", row.work.num_gpus, reason)
             kept.append(row)
         except ConfigError as error:
             left_out.append(f"{row.model}: {error}")

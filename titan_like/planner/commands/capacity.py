@@ -18,7 +18,7 @@ from titan_like.config.options import OptionParser
 from titan_like.models.registry import model_config
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described
-from titan_like.planner.commands.outcome import Outcome, Progress, add_price, add_profile, length, read_run, sized
+from titan_like.planner.commands.outcome import Outcome, Progress, add_options_of_searches, length, read_run, sized
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.profile import Profile
@@ -47,11 +47,7 @@ Show = Callable[[str], None]  # called with a line of progress
 
 def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
-    parser.description = (
-        f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
-    )
-    add_profile(parser)
-    add_price(parser)
+    add_options_of_searches(parser, __doc__)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:

@@ -59,6 +59,14 @@ def add_price(parser: OptionParser) -> None:
     parser.add_number("--price", float, least=0, most=1e9, help="price of one GPU for one hour")
 
 
+def add_options_of_searches(parser: OptionParser, purpose: str | None) -> None:
+    """Add the options that `search` and `capacity` share, and what both do with a layout to their help."""
+    hint = "The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
+    parser.description = f"{purpose} {hint}"
+    add_profile(parser)
+    add_price(parser)
+
+
 def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfig, Profile | None, float | None]:
     """What a command is asked about: the run, the profile (None for the GPU's own), and the tokens to train on.
 

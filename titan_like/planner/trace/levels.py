@@ -21,8 +21,7 @@ class Event(NamedTuple):
     repeats: bool = False  # while a backward pass repeats operators of the forward pass
 
 
-View = tuple[int, ...]
-"""Offset and shape of a tensor in its storage."""
+View = tuple[int, ...]  # offset and shape of a tensor in its storage
 
 
 class Storages(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
-PASSES = ("forward", "backward", "weights")
 HOST = "host"  # the group of a `Collective` that is a copy to or from the host's memory
 EXPERTS_END = -1  # in place of an event's storage: the backward pass of a layer's experts is over
 
@@ -156,7 +155,7 @@ class Segment:
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
-        """The passes, in the order of `PASSES`."""
+        """The passes, in the order of their fields."""
         return self.forward, self.backward, self.weights
 
     @cached_property
