@@ -59,17 +59,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--apply_chat_template", nargs="?", const=True, metavar="NAME", help=meaning)
     parser.add_argument("--system_instruction", metavar="TEXT", help="begins every prompt of --lm_eval")
     meaning = "examples are earlier turns of the conversation (default: true with --apply_chat_template)"
-    turns: dict[str, Any] = {
-        "type": lambda text: boolean_of(text) or text,
-        "choices": _BOOL,
-        "nargs": "?",
-        "const": "true",
-    }
-    parser.add_argument("--fewshot_as_multiturn", help=meaning, **turns)
+    parser.add_argument("--fewshot_as_multiturn", type=_boolean, nargs="?", choices=_BOOL, const="true", help=meaning)
     meaning = "let tasks of --lm_eval run what the model writes, on this machine"
     parser.add_argument("--confirm_run_unsafe_code", action="store_true", default=None, help=meaning)
     parser.add_number("--seed", int, least=0, help="seed of all that --lm_eval draws, as of lm-eval (default: its own)")
     return parser
+
+
+def _boolean(text: str) -> str:
+    return boolean_of(text) or text
 
 
 def check_options(options: argparse.Namespace) -> None:

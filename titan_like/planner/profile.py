@@ -32,19 +32,17 @@ def _ring(links: Links, size: int, stride: int) -> tuple[float, float]:
     return links.ring_latency(size, stride), (size - 1) / size / links.ring_bandwidth(size, stride)
 
 
-@dataclass(frozen=True, eq=False)
 class Links:
     """Achieved bandwidths and latencies of a cluster of equal nodes: bytes per second in one direction, and seconds."""
 
-    gpus_per_node: int
-    nvlink: float  # of one GPU
-    node: float  # of all network cards of a node together, in collectives
-    node_messages: float  # the same, in messages between two GPUs
-    nvlink_latency: float
-    network_latency: float
-    ring_part: float = 1.0  # the largest share of a node's cards that one ring can use
-    switched: bool = True  # NVLink has switches, so two GPUs can use all their links with each other
-    one_node: bool = False  # the job has no more GPUs than one node
+    def __init__(self, profile: Profile) -> None:
+        self.gpus_per_node, self.one_node = profile.gpus_per_node, profile.one_node
+        self.nvlink = profile.device.nvlink_bandwidth * profile.nvlink_efficiency  # of one GPU
+        # Of all network cards of a node together: in collectives, and in messages between two GPUs.
+        self.node = profile.node_bandwidth * profile.network_efficiency
+        self.node_messages = profile.node_bandwidth * profile.message_efficiency
+        self.nvlink_latency, self.network_latency = profile.nvlink_latency, profile.network_latency
+        self.ring_part, self.switched = profile.ring_part, profile.nvlink_switch
 
     def all_to_all(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds until every rank of each group has sent the others their equal parts of its ``nbytes``.
@@ -167,7 +165,8 @@ class Profile:
     # how the stack works
     nvlink_latency: Amount = 3e-6  # per hop of a ring
     host_bandwidth: Rate = 2.5e10  # between a GPU and pinned memory, in bytes per second: PCIe 4.0 × 16
-    nvlink_switch: bool = True  # otherwise each GPU has equal shares of its links to all others of the node
+    # Two GPUs can use all their links with each other; otherwise each has equal shares of its own to all of the node.
+    nvlink_switch: bool = True
     gathers_per_layer: Count = 1  # under ZeRO 3
     ring_part: Efficiency = 1.0  # the largest share of a node's network cards that one ring can use
     message_shards: bool = True  # each tensor-parallel rank sends a part of a pipeline message
@@ -200,17 +199,7 @@ class Profile:
     @cached_property
     def links(self) -> Links:
         """What the stack achieves on the cluster's links."""
-        return Links(
-            self.gpus_per_node,
-            self.device.nvlink_bandwidth * self.nvlink_efficiency,
-            self.node_bandwidth * self.network_efficiency,
-            self.node_bandwidth * self.message_efficiency,
-            self.nvlink_latency,
-            self.network_latency,
-            self.ring_part,
-            self.nvlink_switch,
-            self.one_node,
-        )
+        return Links(self)
 
     @property
     def memory_rate(self) -> float:
