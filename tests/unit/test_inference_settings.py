@@ -249,7 +249,7 @@ def test_a_task_of_the_harness_that_cannot_be_used(
     monkeypatch.setattr(harness.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(harness.evaluator, "simple_evaluate", fail)
     with pytest.raises(RunError, match=told):
-        harness.run_harness(cast(Any, None), ["a", "b"], cast(Any, None), None, None)
+        harness.run_harness(cast(Any, None), ["a", "b"], cast(Any, None))
 
 
 def test_json_has_no_infinity() -> None:

@@ -314,4 +314,4 @@ def test_bad_input_leaves_the_process_with_one_line_and_2():
 def test_fitting_without_scipy_is_one_sentence(monkeypatch):
     monkeypatch.setattr(calibrate, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r'needs scipy; pip install "titan_like\[calibrate\]"'):
-        calibrate.check_scipy()
+        calibrate.run(SimpleNamespace(), [])

@@ -255,14 +255,7 @@ class CheckpointLM(TemplateLM):
             return str(self._template.apply_chat_template(turns, **options))
 
 
-def run_harness(
-    model: TemplateLM,
-    names: Sequence[str],
-    manager: HarnessTasks,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    **options: Any,
-) -> dict[str, Any]:
+def run_harness(model: TemplateLM, names: Sequence[str], manager: HarnessTasks, **options: Any) -> dict[str, Any]:
     """Run the harness. Every process calls this. ``options`` are more arguments of its `simple_evaluate`.
 
     The first process of each machine gets what the harness returns, with the figures of each task under "results", and
@@ -272,9 +265,7 @@ def run_harness(
     if dist.get_rank() != 0:
         options["bootstrap_iters"] = 0  # errors are printed on rank 0
     try:
-        results = evaluator.simple_evaluate(
-            model, tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit, **options
-        )
+        results = evaluator.simple_evaluate(model, tasks=list(names), task_manager=manager, **options)
     except (ConfigError, RunError):
         raise
     except OSError as error:  # the network's errors among them

@@ -9,6 +9,7 @@ import torch
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim import shards
 
+_Member = tuple[dict[str, Any], str, torch.nn.Parameter]  # as `ShardedOptimizer.members`
 _EPS_SQUARE = 1e-30  # added to squared gradients: ε₁ of the paper
 _EPS_SCALE = 1e-3  # the least scale of a parameter: ε₂ of the paper
 
@@ -83,10 +84,7 @@ class Adafactor(shards.ShardedOptimizer):
         # In float64, and at least 1, so that a skipped first step does not divide by 0.
         number = next(iter(counts.values())).double().clamp(min=1)
         # Three passes over the parameters, so that each of the two sums over processes is one all-reduce.
-        updates = [
-            _Update(self, parameter, _bucket(index, name, parameter), group, number)
-            for index, (group, name, parameter) in enumerate(members)
-        ]
+        updates = [_Update(self, index, member, number) for index, member in enumerate(members)]
         shards.sum_partials(partial for update in updates for partial in update.squares())
         shards.sum_partials(update.divide() for update in updates)
         for update in updates:
@@ -108,24 +106,17 @@ class _Update:
     Sums, means and rates are vectors: one for each matrix of a stack. Other parameters are stacks of one.
     """
 
-    def __init__(
-        self,
-        optimizer: Adafactor,
-        parameter: torch.nn.Parameter,
-        bucket: int,
-        group: dict[str, Any],
-        number: torch.Tensor,
-    ) -> None:
+    def __init__(self, optimizer: Adafactor, index: int, member: _Member, number: torch.Tensor) -> None:
+        """``index`` counts the process's parameters, and ``number`` the updates, from 1: a scalar on the device."""
+        self.optimizer, self.section, self.number = optimizer, optimizer.section, number
+        self.group, name, parameter = member
+        self.parameter, self.bucket = parameter, _bucket(index, name, parameter)
         assert parameter.grad is not None
-        self.optimizer, self.section = optimizer, optimizer.section
-        self.parameter, self.group = parameter, group
         self.weight, self.gradient = (torch.atleast_1d(shards.local(tensor)) for tensor in (parameter, parameter.grad))
         self.state = {key: torch.atleast_1d(shards.local(value)) for key, value in optimizer.state[parameter].items()}
         if parameter not in optimizer.blocks:
             optimizer.blocks[parameter] = shards.blocks_of(parameter)
         self.blocks = optimizer.blocks[parameter]
-        self.bucket = bucket
-        self.number = number  # counts updates, from 1: a scalar on the device
         self.factor = 1.0 if optimizer.factor is None else optimizer.factor
         self.matrices, self.size = shards.matrices_here(parameter), parameter.numel() // shards.num_matrices(parameter)
 

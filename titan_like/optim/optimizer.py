@@ -121,9 +121,8 @@ def _zeros_in(gradient: torch.Tensor) -> torch.Tensor:
 def _part(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
-    assert isinstance(parameter.data, DTensor) and gradient.placements == parameter.data.placements, (
-        "a gradient is split unlike its parameter"
-    )
+    is_split_alike = isinstance(parameter.data, DTensor) and gradient.placements == parameter.data.placements
+    assert is_split_alike, "a gradient is split unlike its parameter"
     return gradient.to_local()
 
 

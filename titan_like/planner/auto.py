@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.tables import stages_per_rank
@@ -141,14 +141,12 @@ def choose_layout(
     [cluster]. Raises a `ConfigError` if it is not known what to plan for, or no layout is valid and fits.
     """
     gpu = config.cluster.gpu or gpu
-    if gpu is None and config.cluster.profile is None:
-        reason = "there is no GPU here to plan for; name one in cluster.gpu, or a profile of this machine in "
-        reason += "cluster.profile (scripts/plan.py microbenchmark writes it), or set the degrees"
-        raise ConfigError("parallelism.auto", True, reason)
+    reason = "there is no GPU here to plan for; name one in cluster.gpu, or a profile of this machine in "
+    reason += "cluster.profile (scripts/plan.py microbenchmark writes it), or set the degrees"
+    require(gpu is not None or config.cluster.profile is not None, "parallelism.auto", True, reason)
     gpus_per_node = config.cluster.gpus_per_node or gpus_per_node
-    if gpus_per_node is None:
-        reason = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
-        raise ConfigError("cluster.gpus_per_node", None, reason)
+    reason = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
+    require(gpus_per_node, "cluster.gpus_per_node", None, reason)
     planned = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
     result = search(planned, world_size, fixed=set_keys(config), kinds=2)
     values = result.space.settings(result.best.work) | {"parallelism.auto": False}

@@ -9,6 +9,7 @@ Gradients are reduced in every backward pass under ZeRO 2 and 3, otherwise in th
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from titan_like.parallel.split import GRADIENT_UNIT_BYTES
@@ -186,8 +187,9 @@ def sharding_of(work: Workload) -> Sharding:
 
 def shard_groups(work: Workload) -> dict[str, tuple[int, int]]:
     """Mesh dimension over which ZeRO shards → number of processes in it, and the stride of their ranks."""
-    inside = work.expert * work.expert_tensor
-    return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, inside)}
+    shards, inside = work.shard * work.context, work.expert * work.expert_tensor
+    # Of experts as `Layout.expert_shards`.
+    return {"dp_shard": (shards, work.tensor), "expert_shard": (shards * work.tensor // inside, inside)}
 
 
 def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
@@ -268,12 +270,8 @@ def layer_units(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bo
 
     ``single`` as in `Rules`; ``gathers_frozen``: whether frozen parameters are gathered, as under ZeRO 3.
     """
-    units, first = list[LayerUnit](), 0
-    for count in stage.layers_per_unit:
-        layers = stage.layers[first : first + count]
-        units.append(_layer_unit(layers, single, stage.sharers, gathers_frozen))
-        first += count
-    return units
+    ends = pairwise(accumulate(stage.layers_per_unit, initial=0))
+    return [_layer_unit(stage.layers[first:end], single, stage.sharers, gathers_frozen) for first, end in ends]
 
 
 @lru_cache(maxsize=65536)

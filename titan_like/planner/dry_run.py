@@ -220,10 +220,8 @@ def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankS
 def schedule_of(work: Workload, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
     schedule = work.pipeline_schedule
-    table = schedule.table
-    passes = (
-        zip(*(segment.passes for segment in stage.segments), strict=True) for stage in pipeline_program(work).stages
-    )
+    table, stages = schedule.table, pipeline_program(work).stages
+    passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages)
     flops = [[sum(pass_.flops for pass_ in segments) for segments in of_stage] for of_stage in passes]
     parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `Segment.passes`
 

@@ -259,13 +259,13 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
     values = model.model_dump(exclude_unset=True)
     if device_table is not None:
         devices.check_device_table(f"profile {name}: device_table", device_table)
-        values["device"] = devices.device_from(values["device"], device_table)
+        device = devices.device_from(values["device"], device_table)
     else:
-        values["device"] = devices.find_device(values["device"])
-    overhead, memory_bytes = values.get("overhead_bytes", 0.0), values["device"].memory_bytes
-    reason = f"must be below the device's memory, {memory_bytes:.4g}"
-    require(overhead < memory_bytes, f"profile {name}: overhead_bytes", overhead, reason)
-    return Profile(name=name, **values)
+        device = devices.find_device(values["device"])
+    overhead = values.get("overhead_bytes", 0.0)
+    reason = f"must be below the device's memory, {device.memory_bytes:.4g}"
+    require(overhead < device.memory_bytes, f"profile {name}: overhead_bytes", overhead, reason)
+    return Profile(name=name, **values | {"device": device})
 
 
 @cache
@@ -281,26 +281,14 @@ def _table() -> type[BaseModel]:
 
 def profile_to_toml(profile: Profile) -> str:
     """The inverse of `profile_from`: values that differ from the defaults, and all fitted ones, to four digits."""
-    defaults = {f.name: f.default for f in fields(Profile)}
-    values = {f.name: getattr(profile, f.name) for f in fields(Profile)} | {"device": profile.device.name}
-    shown = {
-        key: _rounded(value)
-        for key, value in values.items()
-        if key not in ("name", *_OF_JOBS) and (key in FITTED or value != defaults[key])
-    }
+    defaults = {f.name: f.default for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)}
+    values = {name: getattr(profile, name) for name in defaults} | {"device": profile.device.name}
+    shown = {name: value for name, value in values.items() if name in FITTED or value != defaults[name]}
     if not is_builtin(profile.device):
-        shown["device_table"] = _rounded(devices.device_to_table(profile.device))
-    return tomli_w.dumps(shown)
+        shown["device_table"] = devices.device_to_table(profile.device)
+    return tomli_w.dumps(json.loads(json.dumps(shown), parse_float=lambda text: float(f"{float(text):.4g}")))
 
 
 def is_builtin(device: devices.Device) -> bool:
     """Tell whether a device is one of devices.toml, and not a measured one."""
     return devices.builtin_devices().get(device.name) is device
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -22,12 +22,7 @@ from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.stages import pipeline_of
 from titan_like.planner.workload import Workload, workload_of
-from titan_like.train.layout_rules import (
-    check_context_parallel,
-    check_expert_parallel,
-    check_pipeline,
-    check_tensor_parallel,
-)
+from titan_like.train import layout_rules as rules
 from titan_like.train.rules import check_rules
 
 # The keys that a search chooses, each with its name in `Workload`.
@@ -186,7 +181,7 @@ class Space:
         if key not in self._pipelines:
             choices = self._schedules(group.pipeline)
             works = [group._replace(schedule=schedule, virtual_stages=virtual) for schedule, virtual in choices]
-            accepted = [self._accepts(check_pipeline, work) for work in works]
+            accepted = [self._accepts(rules.check_pipeline, work) for work in works]
             valid = [choice for choice, is_valid in zip(choices, accepted, strict=True) if is_valid]
             # Layers of the rank that has the most.
             fullest = [max(pipeline_of(self.member(group, *choice, 0, 1, group.shard)).num_layers) for choice in valid]
@@ -228,15 +223,14 @@ class Space:
 
     def member(self, group: Workload, schedule: str, virtual: int, zero: int, replicas: int, shards: int) -> Workload:
         """One layout of a group."""
+        stages = group.pipeline * stages_per_rank(schedule, virtual)
         return group._replace(
             schedule=schedule,
             virtual_stages=virtual,
             zero_stage=zero,
             replicate=replicas,
             shard=shards,
-            stage_layers=self._stage_layers(group.pipeline * stages_per_rank(schedule, virtual))
-            if group.pipeline > 1
-            else None,
+            stage_layers=self._stage_layers(stages) if group.pipeline > 1 else None,
         )
 
     def configured(self, work: Workload) -> JobConfig:
@@ -266,7 +260,7 @@ class Space:
         return True
 
 
-_RULES_OF_TENSOR = (check_tensor_parallel, check_context_parallel, check_expert_parallel)
+_RULES_OF_TENSOR = (rules.check_tensor_parallel, rules.check_context_parallel, rules.check_expert_parallel)
 _KEY = {name: key for key, name in SEARCHED.items()}
 
 

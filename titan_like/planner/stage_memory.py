@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from titan_like.planner.data_parallel import Gradients, LayerUnit, PassKind, Rules, Weights, layer_units
-from titan_like.planner.stage_gradients import Placed, StageGradients
+from titan_like.planner.stage_gradients import CopiedGradients, PassGradients, Placed, StageGradients
 from titan_like.planner.stages import StageProgram
 
 
@@ -106,11 +106,13 @@ class StageMemory:
                     buffer = buffered
                 weights += early + buffer
             during = rules.compute * weights if rules.wrapped else 0
-            yield activations + part.segment.forward_peak, gradients, during, 0
+            peak = max((moment.activations for moment in part.segment.forward.moments), default=0)
+            yield activations + peak, gradients, during, 0
 
     def _backward(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment, from the last. Gradients are fresh, then accumulated or reduced."""
-        rules, gradients = self.rules, self.gradients.during(pass_)
+        rules = self.rules
+        gradients = (CopiedGradients if rules.copied else PassGradients)(self.gradients, pass_)
         gathers, frees, freed = rules.gathers(pass_), rules.frees(pass_), 0
         for part in reversed(self.placed):
             held = self.received + part.before + part.later - self.held + (self.moving if part.unit.gathered else 0)

@@ -5,7 +5,7 @@ gradients, gathers of weights, and messages between pipeline stages. Sums of sin
 are left out.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -39,13 +39,12 @@ def step_traffic(work: Workload, rank: int, shards: Mapping[str, int] = MappingP
     """
     stages, sharding = stages_of_rank(work, rank), sharding_of(work)
     steps = steps_as_run(work.pipeline_schedule, rank, work.splits_backward)
-    calls: Counter[Message] = Counter()
-    sizes: Counter[Message] = Counter()
+    amounts = defaultdict[Message, Amount](lambda: Amount(0, 0))
 
     def add(group: str, kind: str, what: str, count: int, size: int) -> None:
         if count:
-            calls[Message(group, kind, what)] += count
-            sizes[Message(group, kind, what)] += size
+            calls, total = amounts[message := Message(group, kind, what)]
+            amounts[message] = Amount(calls + count, total + size)
 
     for step in steps:
         if step.kind.startswith(("SEND", "RECV")):
@@ -71,7 +70,7 @@ def step_traffic(work: Workload, rank: int, shards: Mapping[str, int] = MappingP
     for name, holders in _copies(work, local).items():
         for kind in ("send", "receive"):
             add("pp", kind, "gradients of shared tables", holders - 1, local[name] * (holders - 1))
-    return {message: Amount(calls[message], sizes[message]) for message in calls}
+    return dict(amounts)
 
 
 _Call = tuple[str, str, int]  # group, kind, bytes

@@ -41,7 +41,7 @@ def add_options(parser: OptionParser) -> None:
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Fit a profile and describe it."""
     require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
-    check_scipy()
+    require(find_spec("scipy"), "command line", "calibrate", 'needs scipy; pip install "titan_like[calibrate]"')
     start = load_profile(options.profile)
     read, left_out = read_rows(options.points)
     rows, useless = usable(read, start)
@@ -63,12 +63,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     }
     files = {Path(options.out): profile_to_toml(fitted.profile)} if options.out else {}
     return Outcome("\n".join(lines), result, files=files)
-
-
-def check_scipy() -> None:
-    """Refuse to fit without scipy."""
-    hint = 'needs scipy; pip install "titan_like[calibrate]"'
-    require(find_spec("scipy") is not None, "command line", "calibrate", hint)
 
 
 def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:

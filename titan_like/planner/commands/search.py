@@ -9,6 +9,7 @@ from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser, as_installed
 from titan_like.config.paths import to_toml
+from titan_like.metrics.console import ProgressLines
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands import outcome
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     if options.profile:  # the layout found is then predicted and trained with the same profile
         path = Path(options.profile)
         config = edit(config, {"cluster.profile": str(path.resolve()) if path.is_file() else options.profile})
-    show = outcome.Progress()
+    show = ProgressLines()
 
     def report(counts: Counts) -> None:
         show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")

@@ -73,9 +73,8 @@ def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[Step
     shown = m - rounds * p
     step = timeline(work._replace(global_batch_size=shown * work.micro_batch_size * work.data_parallel), profile)
     for number, event in enumerate(step.passes):
-        if event.action.microbatch >= p:
-            later = event.action._replace(microbatch=event.action.microbatch + rounds * p)
-            step.passes[number] = event._replace(action=later)
+        if (microbatch := event.action.microbatch) >= p:
+            step.passes[number] = event._replace(action=event.action._replace(microbatch=microbatch + rounds * p))
     duration = report.milliseconds((whole.seconds - step.seconds) / rounds)
     return step, f"left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {duration} ms each"
 

@@ -35,10 +35,7 @@ class Storages(NamedTuple):
 
 
 def events_as_compiled(
-    events: list[Event],
-    compiled: Collection[int],
-    storages: Storages,
-    offloaded: Mapping[int, Iterable[int]],
+    events: list[Event], compiled: Collection[int], storages: Storages, offloaded: Mapping[int, Iterable[int]]
 ) -> tuple[list[Event], dict[int, list[int]]]:
     """The events, with some segments' events changed to what they are if a compiler makes a graph of each pass.
 

@@ -179,11 +179,6 @@ class Segment:
         return sum(size for (_, group, _), (_, size) in self.forward.collectives.items() if group == HOST)
 
     @cached_property
-    def forward_peak(self) -> int:
-        """Most bytes of activations in the forward pass."""
-        return max((moment.activations for moment in self.forward.moments), default=0)
-
-    @cached_property
     def elements(self) -> dict[str, int]:
         """Elements of trained parameters by the mesh dimension over which ZeRO shards them."""
         return _by_sharers(self.parameters)
