@@ -1,4 +1,4 @@
-"""How far predictions are off on rows that differ from those of a fit: `UNSEEN` of titan_like/planner/bands.py.
+"""How far predictions are off on rows that differ from those of a fit: `UNSEEN` of titan_like/planner/predict.py.
 
     python benchmarks/bands.py --points FILE.csv [FILE.json] [--only RECIPE …] [--json PATH]
 
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the code
 from benchmarks.measured_rows import Row, read_rows
 from benchmarks.profile_recipes import RECIPES
 from benchmarks.runs import parser_of, write
-from titan_like.planner.bands import UNSEEN
 from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
+from titan_like.planner.predict import UNSEEN
 from titan_like.planner.profile import Profile
 
 FEWEST = 4  # rows to fit to

@@ -35,7 +35,7 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
     import torch.distributed as dist
 
     from titan_like.config import load_config
-    from titan_like.planner.traffic import Coordinates, step_traffic
+    from titan_like.planner.traffic import step_traffic
     from titan_like.planner.workload import workload_of
     from titan_like.train.job import process_group
     from titan_like.train.rules import resolve_settings
@@ -43,7 +43,7 @@ def worker(settings: list[str], steps: int, output: Path) -> None:
     from titan_like.train.trainer import Trainer
 
     run = prepare_run(resolve_settings(load_config(settings)))
-    traffic = step_traffic(workload_of(run.config, run.model, run.layout), Coordinates(0))
+    traffic = step_traffic(workload_of(run.config, run.model, run.layout), 0)
     with process_group(run.device):
         trainer = Trainer(run)
         data, seconds = trainer.load_data(), []

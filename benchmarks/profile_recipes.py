@@ -10,7 +10,7 @@ What files state because of a stack's software:
   (`accumulation_bytes` 0).
 - DeepSpeed's ZeRO 3 gathers each weight and bias by itself (`gathers_per_layer` 12). On Jean-Zay its rings used one of
   four network cards (`ring_part` 0.25), as rows show that differ in tensor parallelism alone.
-- BLOOM ran with CUDA_LAUNCH_BLOCKING=1, a workaround for hangs (`blocking_launches`). PCI-Express and NUMA settings of
+- BLOOM ran with CUDA_LAUNCH_BLOCKING=1, a workaround for hangs (`launch_norm` 1). PCI-Express and NUMA settings of
   its cluster were mended on 25 February 2022, so there are two profiles.
 - Megatron-Bridge's scripts for experts sum gradients in bf16 and force routers to load all experts equally. Containers
   from 26.06 on replay whole steps as CUDA graphs, with products of experts that are fused and hide the all-to-alls.

@@ -21,7 +21,7 @@ from titan_like.planner.profile import Profile
 from titan_like.planner.stages import Source, stages_of_rank
 from titan_like.planner.step_time import StepTime, step_time
 from titan_like.planner.trace import TraceKey, trace
-from titan_like.planner.trace.program import PASSES, Attention, Gemm, Pass, Program, Segment
+from titan_like.planner.trace.program import Attention, Gemm, Pass, Program, Segment
 from titan_like.planner.workload import Workload, element_bytes
 
 _HALF = {"gradient_state": 2.0, "optimizer_state": 16.0}  # sums in half precision, copied to float32 for the update
@@ -86,7 +86,7 @@ def _programs(stack: Stack, dropout: bool, flash: bool) -> Source:
 
         def as_run(segment: Segment, is_layer: bool = False) -> Segment:
             passes = _passes(stack, key.recompute, dropout, element, flash, segment, is_layer)
-            return replace(segment, **dict(zip(PASSES, passes, strict=True)))
+            return replace(segment, **dict(zip(("forward", "backward", "weights"), passes, strict=True)))
 
         ends = {name: as_run(getattr(traced, name)) for name in ("entry", "inputs", "head")}
         return replace(traced, **ends, layers=[as_run(layer, True) for layer in traced.layers])

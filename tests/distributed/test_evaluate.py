@@ -196,7 +196,7 @@ def run_on_harness(config: JobConfig, mesh: Any, folder: Path) -> dict[str, Any]
     device = torch.device("cpu")
     model = load_parallel_model(config, find_checkpoint(config), mesh, device)
     lm = CheckpointLM(Scorer(config, model, mesh, device), ByteTokenizer(), ByteTokenizer.stop_ids)
-    found = run_harness(lm, *find_tasks(list(HARNESS), str(folder / "tasks")), None, None)
+    found = run_harness(lm, *find_tasks(list(HARNESS), str(folder / "tasks")))
     return {"results": found["results"], "samples": answers_of(found)} if found else {}
 
 

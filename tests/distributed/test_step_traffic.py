@@ -22,7 +22,7 @@ from titan_like.parallel.context import ContextCore
 from titan_like.parallel.data import DataParallelGroup
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import StepMemory, rank_memory
-from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
+from titan_like.planner.traffic import Amount, Message, step_traffic
 from titan_like.planner.workload import workload_of
 from titan_like.train.trainer import Trainer
 from titan_like.verify.watch import steps_alone
@@ -210,7 +210,7 @@ def planned(case: Case, rank: int, folder: Path) -> tuple[dict[Message, Amount],
     shards = {"dp_shard": shard, "expert_shard": (shard * layout.tensor + tensor_rank) // inside}
     work = workload_of(config, model, layout)
     with case.layer_units(), fresh_stages(folder):
-        return step_traffic(work, Coordinates(pipeline_rank, shards)), rank_memory(work, pipeline_rank)
+        return step_traffic(work, pipeline_rank, shards), rank_memory(work, pipeline_rank)
 
 
 @pytest.mark.parametrize(

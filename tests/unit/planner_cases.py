@@ -2,9 +2,11 @@
 
 import random
 
+from titan_like.metrics.devices import Device
 from titan_like.models.registry import config_class, flavors
 from titan_like.parallel.schedules.tables import check_schedule, stages_per_rank
 from titan_like.planner.cost import Kernels, segment_times
+from titan_like.planner.profile import Links, Profile
 from titan_like.planner.trace import trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.workload import Workload
@@ -15,6 +17,14 @@ def flavor(family, name, **changes):
 
 
 MODELS = [flavor("gpt", "7.5b"), flavor("llama", "llama3.1_8b")]
+
+
+def links_of(gpus_per_node, nvlink, node, messages, nvlink_latency, network_latency, **changes):
+    """Links with these bandwidths and latencies."""
+    device = Device("GPU", 1.0, 1.0, nvlink, 1, 1, {})
+    latencies = {"nvlink_latency": nvlink_latency, "network_latency": network_latency}
+    shares = {"nvlink_efficiency": 1.0, "network_efficiency": node, "message_efficiency": messages}
+    return Links(Profile("links", device, gpus_per_node, 1.0, **latencies, **shares, **changes))
 
 
 def layer_times(work, profile):

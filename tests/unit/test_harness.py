@@ -181,7 +181,7 @@ def run(model: Any, folder: Path, names: Sequence[str] = tuple(TASKS), **options
     from titan_like.evaluate.harness import find_tasks, run_harness
 
     chosen = find_tasks(names, str(folder), options.get("num_fewshot"), options.get("confirm_run_unsafe_code", False))
-    return run_harness(model, *chosen, options.pop("num_fewshot", None), None, bootstrap_iters=0, **options)
+    return run_harness(model, *chosen, bootstrap_iters=0, **options)
 
 
 FLAGS: list[dict[str, Any]] = [

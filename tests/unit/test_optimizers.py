@@ -9,7 +9,7 @@ import torch
 from tests.float64 import bound
 from titan_like.config.schema import Optimizer
 from titan_like.optim.adamw import FusedAdamW
-from titan_like.optim.muon import assign_owners
+from titan_like.optim.muon import owned_matrices
 from titan_like.optim.optimizer import build_optimizer, update
 
 SHAPES = {
@@ -123,11 +123,12 @@ def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def test_matrices_are_spread_by_their_work() -> None:
     shapes = [(64, 64)] * 8 + [(256, 64)] * 4 + [(8, 8)]
-    owners = assign_owners(shapes, 4)
-    for rank in range(4):
-        mine = [shape for shape, owner in zip(shapes, owners, strict=True) if owner == rank]
+    owned = owned_matrices([(number, 0) for number in range(len(shapes))], shapes, 4)
+    for matrices in owned:
+        mine = [shapes[number] for number, _ in matrices]
         assert mine.count((64, 64)) == 2 and mine.count((256, 64)) == 1
-    assert assign_owners([(4, 4)], 3) == [0]
+    assert sorted(matrix for matrices in owned for matrix in matrices) == [(number, 0) for number in range(len(shapes))]
+    assert owned_matrices([(0, 0)], [(4, 4)], 3) == [[(0, 0)], [], []]
 
 
 def test_fused_adamw_lets_go_of_its_state_and_takes_new_groups():

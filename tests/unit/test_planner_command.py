@@ -18,9 +18,8 @@ from titan_like.data.loading.lengths import sample_length
 from titan_like.metrics.flops import hardware_flops_per_token
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
-from titan_like.planner.bands import unseen
 from titan_like.planner.memory import usable_bytes
-from titan_like.planner.predict import predict
+from titan_like.planner.predict import predict, unseen
 from titan_like.planner.profile import load_profile
 from titan_like.train.environment import cluster_size
 from titan_like.train.memory import MemoryWatch

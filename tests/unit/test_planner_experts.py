@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from tests.unit.planner_cases import flavor, layer_times
+from tests.unit.planner_cases import flavor, layer_times, links_of
 from tests.unit.test_planner_command import plan
 from titan_like.config import load_config
 from titan_like.models.registry import model_config
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import largest_memory
 from titan_like.planner.predict import predict
-from titan_like.planner.profile import Links, builtin_profiles
+from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import Space
 from titan_like.planner.step_time import step_time
@@ -35,7 +35,7 @@ def work(model=QWEN, **changes):
 
 def test_an_all_to_all_across_nodes_shares_their_cards():
     """Of the bytes of 8 processes in a node, the part for other nodes leaves it."""
-    links = Links(8, nvlink=1e12, node=4e11, node_messages=1, nvlink_latency=0.0, network_latency=0.0)
+    links = links_of(8, 1e12, 4e11, 1.0, 0.0, 0.0)
     assert links.all_to_all(8e9, 32, 1) == pytest.approx(8 * 8e9 * 3 / 4 / 4e11)
 
 

@@ -3,17 +3,16 @@
 import json
 import math
 import random
-from dataclasses import replace
 
 import pytest
 
 from benchmarks.stack_profiles import profiles
 from tests.distributed.launch import base_config
-from tests.unit.planner_cases import random_workloads
+from tests.unit.planner_cases import links_of, random_workloads
 from titan_like.config import ConfigError, load_config
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.predict import predict
-from titan_like.planner.profile import Links, builtin_profiles
+from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.stack import of_own_trainer
 from titan_like.planner.step_time import exposed, step_time
 from titan_like.planner.trace.program import Gemm
@@ -109,7 +108,7 @@ def test_gemm_pays_for_edge_tiles_and_for_the_last_wave():
 
 
 def test_rings_share_the_node_s_cards():
-    links = Links(8, 200e9, 100e9, 80e9, 0.0, 0.0)
+    links = links_of(8, 200e9, 100e9, 80e9, 0.0, 0.0)
     inside = links.all_reduce(1e9, 8, 1)
     assert inside == pytest.approx(2 * 7 / 8 * 1e9 / 200e9)
     # Sixteen neighbours: one ring over two nodes has all cards. Ranks eight apart: eight rings share them.
@@ -124,7 +123,7 @@ def test_rings_share_the_node_s_cards():
 
 
 def test_a_ring_s_latency_is_that_of_its_hops():
-    links = Links(8, 200e9, 100e9, 80e9, 1e-6, 1e-5)
+    links = links_of(8, 200e9, 100e9, 80e9, 1e-6, 1e-5)
     assert links.all_gather(1e-9, 8, 1) == pytest.approx(7e-6)
     assert links.all_gather(1e-9, 16, 1) == pytest.approx(1e-5 + 14e-6)  # one hop between two nodes
     assert links.all_gather(1e-9, 4, 8) == pytest.approx(3e-5)  # ranks eight apart: every hop
@@ -133,11 +132,11 @@ def test_a_ring_s_latency_is_that_of_its_hops():
 
 
 def test_groups_that_nodes_do_not_hold_whole_leave_them():
-    links = Links(8, 200e9, 100e9, 80e9, 1e-6, 1e-5)
+    links, inside = (links_of(8, 200e9, 100e9, 80e9, 1e-6, 1e-5, one_node=one_node) for one_node in (False, True))
     for size, stride in ((3, 1), (6, 1), (5, 1), (3, 2)):  # some have ranks in two nodes
         assert links.ring_bandwidth(size, stride) == 100e9 / stride
         assert links.ring_latency(size, stride) == pytest.approx(1e-5 + (size - 2) * 1e-6)
-        assert replace(links, one_node=True).ring_bandwidth(size, stride) == 200e9
+        assert inside.ring_bandwidth(size, stride) == 200e9
     for size, stride in ((2, 1), (4, 2), (8, 1), (2, 4)):
         assert links.ring_bandwidth(size, stride) == 200e9
 
@@ -154,11 +153,11 @@ def test_a_job_of_one_node_never_leaves_it(tmp_path):
 
 
 def test_a_ring_may_use_a_part_of_a_node_s_cards():
-    links = Links(4, 150e9, 50e9, 50e9, 0.0, 0.0, ring_part=0.25)
-    whole = Links(4, 150e9, 50e9, 50e9, 0.0, 0.0)
+    links = links_of(4, 150e9, 50e9, 50e9, 0.0, 0.0, ring_part=0.25)
+    whole = links_of(4, 150e9, 50e9, 50e9, 0.0, 0.0)
     assert links.ring_bandwidth(64, 1) == whole.ring_bandwidth(64, 1) / 4
     assert links.ring_bandwidth(16, 4) == whole.ring_bandwidth(16, 4)  # four rings: all cards
-    unswitched = replace(whole, switched=False)  # two GPUs have a part of their links with each other
+    unswitched = links_of(4, 150e9, 50e9, 50e9, 0.0, 0.0, nvlink_switch=False)  # two GPUs have a part of their links
     assert (unswitched.ring_bandwidth(4, 1), unswitched.ring_bandwidth(2, 1)) == (150e9, 50e9)
 
 

@@ -27,7 +27,7 @@ from titan_like.planner.memory import candidates, rank_memory, rank_moments
 from titan_like.planner.trace import run, trace
 from titan_like.planner.trace.key import TraceKey
 from titan_like.planner.trace.program import Moment, Program, fullest
-from titan_like.planner.traffic import Coordinates, step_traffic
+from titan_like.planner.traffic import step_traffic
 from titan_like.planner.walk import occupancy
 from titan_like.planner.workload import PipelineSchedule, Workload, workload_of
 
@@ -284,7 +284,7 @@ def test_what_a_whole_step_sends_is_what_is_composed(layout: str, rank: int) -> 
         before = sent.get((group, kind), (0, 0))
         sent[group, kind] = before[0] + calls, before[1] + size
     composed: dict[tuple[str, str], tuple[int, int]] = {}
-    for (group, kind, _), amount in step_traffic(work_of((config, model, where)), Coordinates(0)).items():
+    for (group, kind, _), amount in step_traffic(work_of((config, model, where)), 0).items():
         before = composed.get((group, kind), (0, 0))
         composed[group, kind] = before[0] + amount.calls, before[1] + amount.bytes
     assert sent == composed

@@ -14,17 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from titan_like.checkpoint import step_folders
 from titan_like.checkpoint.reader import TensorReader
-from titan_like.checkpoint.step_folders import (
-    RUN_FILE,
-    RunState,
-    checkpoint_path,
-    complete_steps,
-    hold,
-    newest_in,
-    read_run_state,
-    sweep,
-)
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import Data, TokenOptions
@@ -120,10 +111,10 @@ def hold_folder(key: str, folder: Path, lock: Path) -> None:
     taken = "another job writes to this folder; stop it, or name another folder"
     refusal = None
     if dist.get_rank() == 0:
-        refusal = hold(lock, taken, 0.0)
+        refusal = step_folders.hold(lock, taken, 0.0)
         if refusal == taken:
             print(f"another job is writing to {folder}; waiting {_TIME_TO_END:.0f} s for it to end", flush=True)
-            refusal = hold(lock, taken, _TIME_TO_END)
+            refusal = step_folders.hold(lock, taken, _TIME_TO_END)
     refusal = from_first_rank(refusal)
     require(refusal is None, key, str(folder), refusal or "")
 
@@ -137,24 +128,21 @@ def from_first_rank(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 def resume(
     folder: Path, is_usable: Callable[[int], bool], model: ParallelModel, optimizer: torch.optim.Optimizer
-) -> RunState | None:
+) -> step_folders.RunState | None:
     """Load the newest undamaged checkpoint for which ``is_usable(step)`` is true, and print the damaged ones.
 
-    Every rank calls this. It first locks the folder. Returns None if the folder has no usable checkpoint.
-
-    Raises:
-        ConfigError: another job has locked the folder; see `hold_folder`.
-        RunError: there are usable checkpoints but none of them loads.
+    Every rank calls this. It first locks the folder, as `hold_folder` does. Returns None if the folder has no usable
+    checkpoint. Raises a `RunError` if there are usable checkpoints but none of them loads.
     """
     hold_folder("checkpoint.folder", folder, folder)
     usable: list[int] = []
     if dist.get_rank() == 0:
-        for name in sweep(folder):
+        for name in step_folders.sweep(folder):
             print(f"checkpoint {folder / name} was never completed and has been removed", flush=True)
-        usable = [step for step in complete_steps(folder) if is_usable(step)]
+        usable = [step for step in step_folders.complete_steps(folder) if is_usable(step)]
     usable = from_first_rank(usable)  # listings of a network file system may lag behind on other nodes
     for step in reversed(usable):
-        path = checkpoint_path(folder, step)
+        path = step_folders.checkpoint_path(folder, step)
         try:
             agree(unreadable(path))  # else ranks that can read it would wait in the collective load
             state = load_checkpoint(path, model, optimizer)
@@ -178,16 +166,14 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     may_lack: tuple[str, ...] = (),
     base: bool = False,
-) -> RunState:
+) -> step_folders.RunState:
     """Load a checkpoint into the model and the optimizer, in any layout.
 
     Without an optimizer only weights and buffers are loaded, with ``base`` as in `model_tensors`. Weights of the
-    modules ``may_lack``, and buffers, keep their values if the checkpoint lacks them.
-
-    Raises:
-        Exception: of any type, on every rank, if a file is damaged.
+    modules ``may_lack``, and buffers, keep their values if the checkpoint lacks them. If a file is damaged, every rank
+    raises an exception of any type.
     """
-    run = read_run_state(path)
+    run = step_folders.read_run_state(path)
     reader = TensorReader(path)
     stored = reader.read_metadata().state_dict_metadata  # read here for its own error, which dcp.load hides
     new = (_BUFFERS, *(f"model.{name}." for name in may_lack))
@@ -214,7 +200,7 @@ def load_checkpoint(
 def unreadable(path: Path) -> str | None:
     """Why this process cannot read the metadata of a checkpoint; None if it can. Does not read tensors."""
     try:
-        read_run_state(path)
+        step_folders.read_run_state(path)
         TensorReader(path).read_metadata()
     except StorageError:  # not damage: the job ends instead of resuming from an older checkpoint
         raise
@@ -271,7 +257,7 @@ def first_reason(reason: str | None, group: dist.ProcessGroup | None = None) -> 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint."""
-    return unreadable_reason(path / RUN_FILE) is None
+    return unreadable_reason(path / step_folders.RUN_FILE) is None
 
 
 def one_checkpoint(path: Path, key: str) -> Path:
@@ -279,7 +265,7 @@ def one_checkpoint(path: Path, key: str) -> Path:
 
     Raises a `ConfigError` about the setting ``key`` if there is no checkpoint.
     """
-    newest = newest_in(path)
+    newest = step_folders.newest_in(path)
     if newest != path or is_checkpoint(path):
         return newest
     hint = "name a step-N folder, a folder of them, or the dump folder of a run with checkpoint.enable"
@@ -306,7 +292,7 @@ class CheckpointWeights:
         """Read the metadata. Raises a `RunError` if it is damaged or inconsistent."""
         self.path = path
         with reading(path):
-            self.run = read_run_state(path)
+            self.run = step_folders.read_run_state(path)
             self.family: str = self.run.config["model"]["family"]
             data = {name: value for name, value in self.run.config["data"].items() if name in _TOKEN_KEYS}
             self.data = Data.model_validate(data)  # only the keys that determine the tokens of a text

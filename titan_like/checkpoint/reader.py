@@ -104,19 +104,14 @@ class TensorReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read tensors and nothing else.
-
-        Raises:
-            pickle.UnpicklingError: a file holds something other than a tensor.
-            RuntimeError: a tensor does not match its checksum, or its file belongs to another checkpoint.
-        """
+        """Read tensors. Raises an `UnpicklingError` for anything else, and `_slice_file`'s errors."""
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:  # torch's message tells the user how to run the pickle anyway
             raise pickle.UnpicklingError("a file of the checkpoint holds something that is not a tensor") from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        """The bytes of one stored tensor, after checking its checksums and the file's mark, if it has one."""
+        """The bytes of one stored tensor. Raises a `RuntimeError` if its checksums or the file's mark do not match."""
         file.seek(0)
         first = file.read(len(self._mark))
         if first != self._mark and not first.startswith(b"PK"):  # files written by torch alone begin with a tensor

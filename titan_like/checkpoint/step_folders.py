@@ -133,10 +133,9 @@ def step_of(path: Path) -> int | None:
 def read_run_state(path: Path) -> RunState:
     """Read `run.json`. Missing checksums, for example after an edit by hand, are not compared.
 
-    Raises:
-        ValueError: this file is not JSON, it or the tensors' metadata does not match its checksum, it does not describe
-            a run or belongs to another step than the folder's, or the folder has a pipe or a device.
-        OSError: a file is missing.
+    Raises an `OSError` if a file is missing, and a `ValueError` if this file is not JSON, it or the tensors' metadata
+    does not match its checksum, it does not describe a run or belongs to another step than the folder's, or the folder
+    has a pipe or a device.
     """
     if not isinstance(path, RemotePath):
         check_folder("checkpoint", path.glob("*"))

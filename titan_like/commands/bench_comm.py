@@ -40,9 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The options of the measurement, in addition to a run's settings, of which only the layout is used."""
     parser = OptionParser(description=__doc__, takes_settings=True)
     parser.add_argument("--smallest", type=size_option, default="4k", help="bytes of the smallest buffers (4k)")
-    parser.add_argument(
-        "--largest", type=size_option, default="1g", help="bytes of the largest buffers, in steps of 4 × (1g)"
-    )
+    meaning = "bytes of the largest buffers, in steps of 4 × (1g)"
+    parser.add_argument("--largest", type=size_option, default="1g", help=meaning)
     parser.add_number("--seconds", float, least=1e-3, most=1e6, default=1.0, help="for each operation and size")
     parser.add_path("--picture", "draw bus bandwidths (needs matplotlib)", "FILE.png")
     return parser
@@ -107,9 +106,9 @@ def main(argv: list[str]) -> int:
     if not is_first:
         return 0
     if options.json:
-        facts: dict[str, object] = {"device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)}
-        facts |= {"torch": torch.__version__, "processes": processes, "processes_of_a_node": per_node}
-        write_json(options.json, {**facts, "measurements": [row.as_dict() for row in rows]})
+        name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        facts = {"device": name, "torch": torch.__version__, "processes": processes, "processes_of_a_node": per_node}
+        write_json(options.json, facts | {"measurements": [row.as_dict() for row in rows]})
     if options.picture:
         draw(rows, Path(options.picture))
     return 0

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_like.config import load_config
+from titan_like.config import JobConfig, load_config
 from titan_like.config.errors import boolean_of, require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, url_option, write_json
@@ -27,7 +27,6 @@ from titan_like.config.paths import check_folder
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
-    from titan_like.config.schema import JobConfig
     from titan_like.evaluate.scoring import Progress
     from titan_like.evaluate.task import TextSettings
     from titan_like.evaluate.tasks import NamedTask
@@ -154,8 +153,7 @@ def score(
 ) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """Score the tasks in one process or, under torchrun, in the run's layout.
 
-    Returns:
-        Task → figure → value, and what the harness returns if it is asked for.
+    Returns task → figure → value, and what the harness returns if it is asked for.
     """
     from titan_like.data.text.tokenizer import tokenizer_of
     from titan_like.evaluate.inference import load_parallel_model
@@ -204,19 +202,15 @@ def score(
 
 def progress_of(name: str) -> Progress:
     """Print a task's progress to stderr now and then."""
-    from titan_like.metrics.console import format_duration
+    from titan_like.metrics.console import ProgressLines, format_duration
 
-    began = printed = time.monotonic()
+    began, show = time.monotonic(), ProgressLines(_SECONDS_BETWEEN_LINES)
 
-    def show(done: int, total: int) -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if now - printed >= _SECONDS_BETWEEN_LINES:
-            printed = now
-            remaining = format_duration((now - began) / done * (total - done))
-            print(f"{name}: {done:,} of {total:,} windows, about {remaining} left", file=sys.stderr, flush=True)
+    def report(done: int, total: int) -> None:
+        remaining = format_duration((time.monotonic() - began) / done * (total - done))
+        show(f"{name}: {done:,} of {total:,} windows, about {remaining} left")
 
-    return show
+    return report
 
 
 def format_results(results: dict[str, dict[str, float]]) -> str:

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from titan_like.config import load_config
+from titan_like.config import JobConfig, load_config
 from titan_like.config.entry_points import format_of
 from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.load import edit, run_command
@@ -27,11 +27,8 @@ from titan_like.config.options import OptionParser, url_option, write_json
 from titan_like.train.rules import check_predicts_next_token
 
 if TYPE_CHECKING:
-    from titan_like.config.schema import JobConfig
     from titan_like.data.text.tokenizer import Tokenizer
-    from titan_like.evaluate.inference import ParallelInference
     from titan_like.evaluate.sampling import Sampling
-    from titan_like.models.transformer import Transformer
 
 _SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
 _EXAMPLE = "190475083621"  # an answer that no conversation has
@@ -131,16 +128,12 @@ def opened(config: JobConfig, path: Path, max_tokens: int, encoder_len: int = 0)
     from titan_like.train.rules import resolve_for_inference
     from titan_like.train.setup import select_device
 
-    def continue_prompt(prompt: list[int], sampling: Sampling, **more: Any) -> list[int]:
-        return generate(model, prompt, sampling, prefix_lm=config.data.prefix_lm, **more)
-
-    model: Transformer | ParallelInference
+    continue_prompt = partial(generate, prefix_lm=config.data.prefix_lm)
     world_size = number_of_processes()
     check_meeting()
     if world_size == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_for_inference(config, path, device)
-        yield continue_prompt
+        yield partial(continue_prompt, load_for_inference(config, path, device))
         return
     config, shape, layout = resolve_for_inference(config, world_size)
     device = select_device(config.training.dtype)
@@ -150,7 +143,7 @@ def opened(config: JobConfig, path: Path, max_tokens: int, encoder_len: int = 0)
         mesh = build_mesh(layout, device.type)
         parts = load_parallel_model(config, path, mesh, device)
         model = ParallelInference(config, parts, mesh, device, min(shape.max_seq_len, max_tokens), encoder_len)
-        yield continue_prompt
+        yield partial(continue_prompt, model)
 
 
 def chat(

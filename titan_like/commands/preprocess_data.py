@@ -39,9 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", choices=choices, default=default, help=f"as data.{name}: {field.description}")
     parser.add_argument("--text_key", default="text", help='key or column of the text (default: "text")')
     parser.add_number("--workers", int, least=1, most=1024, default=1, help="processes that tokenize (default: 1)")
-    parser.add_argument(
-        "--append_eod", choices=["true", "false"], default="true", help="end each document with its token"
-    )
+    meaning = "end each document with its token"
+    parser.add_argument("--append_eod", choices=["true", "false"], default="true", help=meaning)
     parser.add_argument("--bad_lines", choices=["stop", "skip"], default="stop", help="as data.bad_lines")
     parser.add_path("--json", "file to write the counts to")
     return parser

@@ -27,9 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--processes", metavar="N[,N...]", help="numbers of processes (default: the grid's)")
     parser.add_path("--dump_folder", "folder of the results", "OUT", required=True)
     parser.add_path("--grid", "the values to combine (docs/search.md)", "GRID.toml")
-    parser.add_number(
-        "--top", int, least=1, most=1e5, metavar="K", help="the planner's layouts to measure (default: 8)"
-    )
+    meaning = "the planner's layouts to measure (default: 8)"
+    parser.add_number("--top", int, least=1, most=1e5, metavar="K", help=meaning)
     parser.add_path("--profile", "a shipped one or a TOML file; {processes} in its name is replaced", "PROFILE")
     parser.add_number("--warmup", int, least=0, default=3, help="steps before the measured ones (default: 3)")
     parser.add_number("--steps", int, least=1, default=5, help="measured steps; their median counts (default: 5)")

@@ -255,30 +255,17 @@ class CheckpointLM(TemplateLM):
             return str(self._template.apply_chat_template(turns, **options))
 
 
-def run_harness(
-    model: TemplateLM,
-    names: Sequence[str],
-    manager: HarnessTasks,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    **options: Any,
-) -> dict[str, Any]:
+def run_harness(model: TemplateLM, names: Sequence[str], manager: HarnessTasks, **options: Any) -> dict[str, Any]:
     """Run the harness. Every process calls this. ``options`` are more arguments of its `simple_evaluate`.
 
-    Returns:
-        What the harness returns, with the figures of each task under "results". Empty except in the first process of
-        each machine.
-
-    Raises:
-        ConfigError: a task may not run, or has too few documents for examples.
-        RunError: the data of a task cannot be loaded, or a template or function of it fails.
+    The first process of each machine gets what the harness returns, with the figures of each task under "results", and
+    others get an empty table. Raises a `ConfigError` if a task may not run, or has too few documents for examples, and
+    a `RunError` if the data of a task cannot be loaded, or a template or function of it fails.
     """
     if dist.get_rank() != 0:
         options["bootstrap_iters"] = 0  # errors are printed on rank 0
     try:
-        results = evaluator.simple_evaluate(
-            model, tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit, **options
-        )
+        results = evaluator.simple_evaluate(model, tasks=list(names), task_manager=manager, **options)
     except (ConfigError, RunError):
         raise
     except OSError as error:  # the network's errors among them

@@ -10,22 +10,8 @@ import torch.distributed as dist
 from pydantic import BaseModel
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_like.checkpoint import loader, step_folders
 from titan_like.checkpoint.checks import check_same_run, usable_steps
-from titan_like.checkpoint.loader import (
-    is_checkpoint,
-    load_checkpoint,
-    model_tensors,
-    one_checkpoint,
-    reading,
-    reason_without_checkpoints,
-)
-from titan_like.checkpoint.step_folders import (
-    checkpoint_folder,
-    checkpoint_path,
-    complete_steps,
-    read_run_state,
-    step_of,
-)
 from titan_like.config.errors import require
 from titan_like.config.load import load_config, parse_overrides
 from titan_like.config.schema import JobConfig, LoRA
@@ -74,12 +60,12 @@ def config_of_checkpoint(folder: str, settings: list[str]) -> JobConfig:
     """
     if is_hugging_face(path_of(folder)):
         return load_config([*settings, f"--model.from={folder}", f"--checkpoint.folder={folder}"])
-    path = one_checkpoint(path_of(folder), "--checkpoint")
+    path = loader.one_checkpoint(path_of(folder), "--checkpoint")
     step = parse_overrides(settings).get("checkpoint.load_step")
     if step is not None:
-        path = checkpoint_path(path.parent, usable_steps(path.parent, step)[-1])
-    with reading(path, f"; {_other_checkpoints(path)}"):
-        run = read_run_state(path)
+        path = step_folders.checkpoint_path(path.parent, usable_steps(path.parent, step)[-1])
+    with loader.reading(path, f"; {_other_checkpoints(path)}"):
+        run = step_folders.read_run_state(path)
     stored = {}
     for name, section in JobConfig.model_fields.items():  # a setting that no longer exists plays no part in reading
         options = options_of(cast(type[BaseModel], section.annotation))
@@ -102,20 +88,21 @@ def find_checkpoint(config: JobConfig) -> Path:
     For a run without checkpoints it is the folder that `model.from` names. Raises a `ConfigError` if there is no such
     checkpoint, or it belongs to another model.
     """
-    path, step = checkpoint_folder(config), config.checkpoint.load_step
-    if not is_checkpoint(path) or step not in (None, step_of(path)):
-        if config.model.from_ is not None and step is None and not complete_steps(path):
+    path, step = step_folders.checkpoint_folder(config), config.checkpoint.load_step
+    if not loader.is_checkpoint(path) or step not in (None, step_folders.step_of(path)):
+        if config.model.from_ is not None and step is None and not step_folders.complete_steps(path):
             return local_folder(config.model.from_, "model.from")
         hint = "train with checkpoint.enable first, or name a run's folder with --checkpoint"
-        require(complete_steps(path), "checkpoint.folder", str(path), reason_without_checkpoints(path, hint))
-        path = checkpoint_path(path, usable_steps(path, step)[-1])
+        reason = loader.reason_without_checkpoints(path, hint)
+        require(step_folders.complete_steps(path), "checkpoint.folder", str(path), reason)
+        path = step_folders.checkpoint_path(path, usable_steps(path, step)[-1])
     check_same_run(path, config, model_config(config.model), resumes=False)
     return path
 
 
 def _other_checkpoints(path: Path) -> str:
     """A hint for the error of a damaged checkpoint: others to load."""
-    steps = [str(step) for step in complete_steps(path.parent) if step != step_of(path)][-3:]
+    steps = [str(step) for step in step_folders.complete_steps(path.parent) if step != step_folders.step_of(path)][-3:]
     if steps:
         return f"set checkpoint.load_step to {' or '.join(steps)}"
     return "there is no other in that folder; name another folder"
@@ -132,15 +119,15 @@ def load_for_inference(config: JobConfig, path: Path, device: torch.device) -> T
 
 def _load(path: Path, model: ParallelModel | Transformer, ignore: Collection[str] = ()) -> None:
     hint = f"; {_other_checkpoints(path)}"
-    with reading(path, hint):
-        adapted = MergedWeights(path) if is_checkpoint(path) and read_run_state(path).base else None
+    with loader.reading(path, hint):
+        adapted = MergedWeights(path) if loader.is_checkpoint(path) and step_folders.read_run_state(path).base else None
     if adapted is not None:
         _load(adapted.base, model, adapted.run.config["model"].get("ignore_fields", ()))
-    with reading(path, hint):
+    with loader.reading(path, hint):
         if adapted is not None:
             _add_adapters(adapted, model)
-        elif is_checkpoint(path):
-            load_checkpoint(path, model)
+        elif loader.is_checkpoint(path):
+            loader.load_checkpoint(path, model)
         else:
             read_weights(path, model, ignore=ignore)
 
@@ -148,7 +135,7 @@ def _load(path: Path, model: ParallelModel | Transformer, ignore: Collection[str
 @torch.no_grad()
 def _add_adapters(weights: MergedWeights, model: ParallelModel | Transformer) -> None:
     """Add the adapters of a checkpoint to their base, which the model holds."""
-    for key, tensor in model_tensors(model).items():
+    for key, tensor in loader.model_tensors(model).items():
         if (name := key.removeprefix("model.")) in weights.adapters:
             update = weights.update(name)
             for part, offsets in local_parts(tensor):

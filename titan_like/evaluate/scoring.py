@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 def token_scores(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the labels: logits [batch, seq, vocab], labels [batch, seq] → two tensors [batch, seq].
 
-    Logits may be a DTensor split over the vocabulary. One small all-gather then gives every rank the same result.
-
-    Returns:
-        The log-probability of each label in nats, at least float32, and whether the label is the most probable token
-        (the lowest of equally probable ones). Without a label: 0 and False.
+    The first has the log-probability of each label in nats, at least float32, the second whether the label is the most
+    probable token (the lowest of equally probable ones). Without a label: 0 and False. Logits may be a DTensor split
+    over the vocabulary. One small all-gather then gives every rank the same result.
     """
     parts = logits.to_local() if isinstance(logits, DTensor) else logits
     group = Group.of(logits.device_mesh) if isinstance(logits, DTensor) else None

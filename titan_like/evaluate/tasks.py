@@ -69,18 +69,8 @@ def exponential(loss: float) -> float:
 
 # Replacements, in this order. Megatron-LM has one more rule, which is meant to join an apostrophe and
 # a digit. As written it applies only to an apostrophe and a digit between slashes, which WikiText does not contain.
-_JOINED = {
-    "s '": "s'",  # the players ' goals
-    " @-@ ": "-",
-    " @,@ ": ",",
-    " @.@ ": ".",
-    " : ": ": ",
-    " ; ": "; ",
-    " . ": ". ",
-    " ! ": "! ",
-    " ? ": "? ",
-    " , ": ", ",
-}
+_JOINED = {"s '": "s'"}  # the players ' goals
+_JOINED |= {f" @{mark}@ ": mark for mark in "-,."} | {f" {mark} ": f"{mark} " for mark in ":;.!?,"}
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))  # no spaces right inside these
 _REMAINING = {
     "= = = =": "====",  # headings
@@ -235,8 +225,8 @@ class NamedTask(NamedTuple):
 def named_tasks(key: str, specs: Sequence[str], model: TransformerConfig) -> list[NamedTask]:
     """The tasks that are written NAME=PATH in the setting ``key``.
 
-    Raises:
-        ConfigError: there is no such task or file, one is named twice, or one scores what the model does not predict.
+    Raises a `ConfigError` if there is no such task or file, one is named twice, or one scores what the model does not
+    predict.
     """
     tasks: list[NamedTask] = []
     names, chooses = [spec.partition("=")[0] for spec in specs], "choice" in model.predictions

@@ -163,9 +163,8 @@ def write_folder(
         config = _config(origin.fields, fields, tokens, first, architecture)
         if around:
             architecture = architecture_of(weights.model, origin.fields["model_type"])
-            config = _config(
-                origin.fields | {"text_config": None}, {"text_config": config}, tokens, first, architecture
-            )
+            outer = origin.fields | {"text_config": None}
+            config = _config(outer, {"text_config": config}, tokens, first, architecture)
         step_folders.write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -51,17 +51,13 @@ def read_origin(path: Path) -> Origin:
 
 
 def origin_files(source: Path | None, section: Data, ignore: Collection[str] = ()) -> dict[str, bytes]:
-    """The files that every checkpoint of a run holds, by name.
+    """The files that every checkpoint of a run holds, by name. An invalid config.json raises a `ValueError`.
 
     Args:
         source: the checkpoint or Hugging Face folder that the run continues from, or None.
         section: the run's [data], whose tokenizer replaces the source's. What ends a text by its folder, or
             documents of the run, then ends a text by these files, too.
         ignore: `model.ignore_fields`, which an export leaves out too.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: config.json is invalid.
     """
     files, tokenizer = dict[str, bytes](), dict[str, bytes]()
     if source is not None:

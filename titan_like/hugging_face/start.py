@@ -173,10 +173,7 @@ def read_weights(
     """Read this process's part of a Hugging Face folder's weights into a model in any layout.
 
     Weights of the modules ``may_lack`` stay as they are if the files do not have them. ``ignore`` is
-    `model.ignore_fields`.
-
-    Raises:
-        Exception: of any type, if a file is damaged.
+    `model.ignore_fields`. Raises an exception of any type if a file is damaged.
     """
     source, tensors = open_hugging_face(path, _KEY, ignore), model_tensors(model, base=True)
     shape = (model.stages[0].module if isinstance(model, ParallelModel) else model).config

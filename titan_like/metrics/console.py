@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
@@ -136,6 +137,20 @@ def format_duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds // size} {unit} {seconds % size // part} {smaller}"
     return f"{seconds} s"
+
+
+class ProgressLines:
+    """Prints progress on stderr, with at least some seconds before each line."""
+
+    def __init__(self, seconds: float = 2.0) -> None:
+        self._seconds, self._printed = seconds, time.monotonic()
+
+    def __call__(self, message: str) -> None:
+        """Print a line, unless the last one, or the start, is too recent."""
+        now = time.monotonic()
+        if now - self._printed > self._seconds:
+            self._printed = now
+            print(message, file=sys.stderr, flush=True)
 
 
 class Console:

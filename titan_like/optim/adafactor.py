@@ -7,27 +7,14 @@ from typing import Any
 import torch
 
 from titan_like.config.schema import Optimizer as OptimizerSection
-from titan_like.optim.shards import (
-    Block,
-    Partial,
-    ShardedOptimizer,
-    UpdateTraffic,
-    blocks_of,
-    is_table,
-    local,
-    matrices_here,
-    num_matrices,
-    shard_groups,
-    sharded_dimensions,
-    sum_partials,
-    zeros_along,
-)
+from titan_like.optim import shards
 
+_Member = tuple[dict[str, Any], str, torch.nn.Parameter]  # as `ShardedOptimizer.members`
 _EPS_SQUARE = 1e-30  # added to squared gradients: ε₁ of the paper
 _EPS_SCALE = 1e-3  # the least scale of a parameter: ε₂ of the paper
 
 
-class Adafactor(ShardedOptimizer):
+class Adafactor(shards.ShardedOptimizer):
     """Divides gradients by a second moment that is kept for the rows and columns of a matrix only.
 
     The moment of element (i, j) is row[i] · column[j] / mean, running means of squared gradients over a row, over a
@@ -45,7 +32,7 @@ class Adafactor(ShardedOptimizer):
         """Each of the ``groups`` has its ``weight_decay``."""
         super().__init__(groups, section.lr)
         self.section = section
-        self.blocks: dict[torch.nn.Parameter, list[Block]] = {}
+        self.blocks: dict[torch.nn.Parameter, list[shards.Block]] = {}
 
     def new_state(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Running means of squared gradients, the number of updates, and a first moment if there is one.
@@ -57,16 +44,16 @@ class Adafactor(ShardedOptimizer):
         counts = (state["step"] for state in self.state.values() if state)
         state = {"step": next(counts, torch.zeros((), dtype=torch.float32, device=parameter.device))}
         if parameter.ndim == 2:
-            state["exp_avg_sq_row"] = zeros_along(parameter, 0)
-            state["exp_avg_sq_col"] = zeros_along(parameter, 1)
-            state["exp_avg_sq_mean"] = zeros_along(parameter, None)
+            state["exp_avg_sq_row"] = shards.zeros_along(parameter, 0)
+            state["exp_avg_sq_col"] = shards.zeros_along(parameter, 1)
+            state["exp_avg_sq_mean"] = shards.zeros_along(parameter, None)
         else:
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         if self.section.beta1 is not None:
             state["exp_avg"] = torch.zeros_like(parameter)
         return state
 
-    def traffic(self) -> list[UpdateTraffic]:
+    def traffic(self) -> list[shards.UpdateTraffic]:
         """Two all-reduces in each mesh dimension, for the layers and for each table: before and after dividing."""
         sizes: Counter[tuple[str, int]] = Counter()  # bytes by mesh dimension and bucket
         for index, (_, name, parameter) in enumerate(self.members()):
@@ -74,13 +61,13 @@ class Adafactor(ShardedOptimizer):
             sizes_sent: list[tuple[int, int | None]] = []  # with the dimension that shards sum over
             if parameter.ndim == 2:
                 scalars += 1
-                sizes_sent += [(local(zeros_along(parameter, dim)).numel(), 1 - dim) for dim in (0, 1)]
-            for size, dim in [*sizes_sent, (matrices_here(parameter) * scalars, None)]:
-                for dimension in sharded_dimensions(parameter, dim, in_matrix=True):
+                sizes_sent += [(shards.local(shards.zeros_along(parameter, dim)).numel(), 1 - dim) for dim in (0, 1)]
+            for size, dim in [*sizes_sent, (shards.matrices_here(parameter) * scalars, None)]:
+                for dimension in shards.sharded_dimensions(parameter, dim, in_matrix=True):
                     sizes[dimension, _bucket(index, name, parameter)] += size * parameter.element_size()
-        totals: dict[str, UpdateTraffic] = {}
+        totals: dict[str, shards.UpdateTraffic] = {}
         for (dimension, _), size in sizes.items():
-            before = totals.get(dimension, UpdateTraffic((dimension,), "all_reduce", 0, 0))
+            before = totals.get(dimension, shards.UpdateTraffic((dimension,), "all_reduce", 0, 0))
             totals[dimension] = before._replace(calls=before.calls + 2, bytes=before.bytes + size)
         return list(totals.values())
 
@@ -97,12 +84,9 @@ class Adafactor(ShardedOptimizer):
         # In float64, and at least 1, so that a skipped first step does not divide by 0.
         number = next(iter(counts.values())).double().clamp(min=1)
         # Three passes over the parameters, so that each of the two sums over processes is one all-reduce.
-        updates = [
-            _Update(self, parameter, _bucket(index, name, parameter), group, number)
-            for index, (group, name, parameter) in enumerate(members)
-        ]
-        sum_partials(partial for update in updates for partial in update.squares())
-        sum_partials(update.divide() for update in updates)
+        updates = [_Update(self, index, member, number) for index, member in enumerate(members)]
+        shards.sum_partials(partial for update in updates for partial in update.squares())
+        shards.sum_partials(update.divide() for update in updates)
         for update in updates:
             update.apply()
 
@@ -113,7 +97,7 @@ def _bucket(index: int, name: str, parameter: torch.Tensor) -> int:
     Pipelines have two copies of a tied table, which must stay equal. The order in which an all-reduce adds depends on a
     number's place in the buffer, so each table has its own.
     """
-    return index if is_table(name, parameter) else -1
+    return index if shards.is_table(name, parameter) else -1
 
 
 class _Update:
@@ -122,34 +106,27 @@ class _Update:
     Sums, means and rates are vectors: one for each matrix of a stack. Other parameters are stacks of one.
     """
 
-    def __init__(
-        self,
-        optimizer: Adafactor,
-        parameter: torch.nn.Parameter,
-        bucket: int,
-        group: dict[str, Any],
-        number: torch.Tensor,
-    ) -> None:
+    def __init__(self, optimizer: Adafactor, index: int, member: _Member, number: torch.Tensor) -> None:
+        """``index`` counts the process's parameters, and ``number`` the updates, from 1: a scalar on the device."""
+        self.optimizer, self.section, self.number = optimizer, optimizer.section, number
+        self.group, name, parameter = member
+        self.parameter, self.bucket = parameter, _bucket(index, name, parameter)
         assert parameter.grad is not None
-        self.optimizer, self.section = optimizer, optimizer.section
-        self.parameter, self.group = parameter, group
-        self.weight, self.gradient = (torch.atleast_1d(local(tensor)) for tensor in (parameter, parameter.grad))
-        self.state = {key: torch.atleast_1d(local(value)) for key, value in optimizer.state[parameter].items()}
+        self.weight, self.gradient = (torch.atleast_1d(shards.local(tensor)) for tensor in (parameter, parameter.grad))
+        self.state = {key: torch.atleast_1d(shards.local(value)) for key, value in optimizer.state[parameter].items()}
         if parameter not in optimizer.blocks:
-            optimizer.blocks[parameter] = blocks_of(parameter)
+            optimizer.blocks[parameter] = shards.blocks_of(parameter)
         self.blocks = optimizer.blocks[parameter]
-        self.bucket = bucket
-        self.number = number  # counts updates, from 1: a scalar on the device
         self.factor = 1.0 if optimizer.factor is None else optimizer.factor
-        self.matrices, self.size = matrices_here(parameter), parameter.numel() // num_matrices(parameter)
+        self.matrices, self.size = shards.matrices_here(parameter), parameter.numel() // shards.num_matrices(parameter)
 
-    def _partial(self, tensor: torch.Tensor, dim: int | None = None) -> Partial:
-        return Partial(tensor, shard_groups(self.parameter, dim, in_matrix=True), self.bucket)
+    def _partial(self, tensor: torch.Tensor, dim: int | None = None) -> shards.Partial:
+        return shards.Partial(tensor, shards.shard_groups(self.parameter, dim, in_matrix=True), self.bucket)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return self.weight.new_zeros(self.matrices, *shape)
 
-    def squares(self) -> list[Partial]:
+    def squares(self) -> list[shards.Partial]:
         """Sums of squares of this process's gradients, before they are multiplied by the factor, and of its weights."""
         partials = []
         if self.weight.ndim == 2:
@@ -171,7 +148,7 @@ class _Update:
             partials.append(self._partial(self.weight_squares))
         return partials
 
-    def divide(self) -> Partial:
+    def divide(self) -> shards.Partial:
         """Update the moments; the sum of squares of the gradient divided by their root."""
         dtype, share = self.weight.dtype, self.number.pow(-self.section.decay_rate).to(self.weight.dtype)
 

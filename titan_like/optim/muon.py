@@ -65,8 +65,7 @@ class MatrixExchange:
     def gather(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Send this process's parts of the parameters, [local rows, local columns], to the matrices' owners.
 
-        Returns:
-            The whole matrices that this process owns, [matrices, rows, columns], by the number of their parameter.
+        Returns the whole matrices that this process owns, [matrices, rows, columns], by the number of their parameter.
         """
         received = self._exchange(self._pieces(parts), self.sizes_sent, self.sizes_owned, parts[0])
         wholes = {number: parts[0].new_empty(count, *self.shapes[number]) for number, count in self.counts.items()}
@@ -112,26 +111,18 @@ def rectangle(matrix: torch.Tensor, place: Place) -> torch.Tensor:
     return matrix
 
 
-def assign_owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
-    """An owner for each matrix that balances the work. Equal on all ranks.
+def owned_matrices(matrices: Sequence[_Matrix], shapes: Sequence[tuple[int, ...]], size: int) -> list[list[_Matrix]]:
+    """The matrices that each rank owns, in their order: a balance of the work that is equal on all ranks.
 
-    A matrix's work is its Newton-Schulz matmuls. The largest goes first, to the least busy rank.
+    ``shapes``: of the matrices of each parameter. A matrix's work is its Newton-Schulz matmuls. The largest goes first,
+    to the least busy rank.
     """
-    owners, heap = [0] * len(shapes), [(0, rank) for rank in range(size)]  # work of each rank
-    costs = [prod(shape) * min(shape) for shape in shapes]
-    for index in sorted(range(len(shapes)), key=lambda index: -costs[index]):
+    owners, heap = [0] * len(matrices), [(0, rank) for rank in range(size)]  # work of each rank
+    costs = [prod(shapes[number]) * min(shapes[number]) for number, _ in matrices]
+    for index in sorted(range(len(matrices)), key=lambda index: -costs[index]):
         work, owners[index] = heap[0]
         heapreplace(heap, (work + costs[index], owners[index]))
-    return owners
-
-
-def owned_matrices(matrices: Sequence[_Matrix], shapes: Sequence[tuple[int, ...]], size: int) -> list[list[_Matrix]]:
-    """The matrices that each rank owns. ``shapes``: of the matrices of each parameter."""
-    owned: list[list[_Matrix]] = [[] for _ in range(size)]
-    owners = assign_owners([shapes[number] for number, _ in matrices], size)
-    for matrix, owner in zip(matrices, owners, strict=True):
-        owned[owner].append(matrix)
-    return owned
+    return [[matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank] for rank in range(size)]
 
 
 def exchange_workspace(work: UpdateWork, parts: Sequence[MatrixParts], size: int) -> float:

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan_like.config.entry_points import load_entry
+from titan_like.config.entry_points import find_entry, load_entry
 from titan_like.config.errors import require
 from titan_like.config.schema import Optimizer as OptimizerSection
 from titan_like.optim.adamw import FusedAdamW
 from titan_like.optim.muon import Muon
-from titan_like.optim.registry import find_rule
 from titan_like.optim.shards import ShardedOptimizer, is_table, sharded_dimensions, widen
 from titan_like.torch_private import multiply_all_, norms_of
 
@@ -122,9 +121,8 @@ def _zeros_in(gradient: torch.Tensor) -> torch.Tensor:
 def _part(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
-    assert isinstance(parameter.data, DTensor) and gradient.placements == parameter.data.placements, (
-        "a gradient is split unlike its parameter"
-    )
+    is_split_alike = isinstance(parameter.data, DTensor) and gradient.placements == parameter.data.placements
+    assert is_split_alike, "a gradient is split unlike its parameter"
     return gradient.to_local()
 
 
@@ -194,7 +192,7 @@ def build_optimizer(
         group["params"].append(parameter)
         group["names"].append(name)
     groups = list(by_kind.values())
-    rule = find_rule(section)
+    rule = find_entry("optimizer.name", section.name)
     optimizer = load_entry("optimizer.name", rule)(groups, section)
     reason = f"it returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
     require(isinstance(optimizer, torch.optim.Optimizer), "optimizer.name", section.name, reason)

@@ -1,9 +1,7 @@
-"""Names of update rules and what they refer to. Nothing is imported before it is used, torch included."""
-
-from importlib.metadata import EntryPoint
+"""Checks of the settings of an update rule, without importing it or torch."""
 
 from titan_like.config.entry_points import RULES, find_entry
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import require
 from titan_like.config.schema import Optimizer
 
 _ONLY_FOR = {  # settings of one built-in rule
@@ -12,22 +10,13 @@ _ONLY_FOR = {  # settings of one built-in rule
 }
 
 
-def find_rule(section: Optimizer) -> EntryPoint:
-    """Find the function that `optimizer.name` refers to, without importing it.
-
-    Raises a `ConfigError` if there is no such rule, or `optimizer.options` are given to a built-in one, which has none.
-    """
-    entry = find_entry("optimizer.name", section.name)
-    if section.name in RULES and section.options:
-        raise ConfigError("optimizer.options", section.options, f"{section.name} has no options; leave them out")
-    return entry
-
-
 def check_optimizer(section: Optimizer) -> None:
     """Raise a `ConfigError` for an unknown rule, a setting that a built-in one does not use, or a beta out of range."""
-    find_rule(section)
-    if not all(0 <= beta < 1 for beta in section.betas):
-        raise ConfigError("optimizer.betas", section.betas, "each must be at least 0 and below 1")
+    find_entry("optimizer.name", section.name)
+    reason = f"{section.name} has no options; leave them out"
+    require(not section.options or section.name not in RULES, "optimizer.options", section.options, reason)
+    are_rates = all(0 <= beta < 1 for beta in section.betas)
+    require(are_rates, "optimizer.betas", section.betas, "each must be at least 0 and below 1")
     for rule, keys in _ONLY_FOR.items():
         for key in keys if section.name in RULES and section.name != rule else ():
             value = getattr(section, key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.schema import JobConfig, LRScheduler, Training
 from titan_like.config.section import Section
 from titan_like.data.loading.batch_size import total_samples, total_steps
@@ -50,12 +50,11 @@ def schedule_length(training: Training, step: int = 0, consumed: int = 0, batch_
 def check_decay(section: LRScheduler, total_steps: float) -> None:
     """Raise a `ConfigError` if the decay does not fit a schedule of ``total_steps``."""
     warmup = warmup_steps(section, total_steps)
-    if section.decay in ("cosine", "linear") and (section.decay_steps or total_steps) < warmup:
-        reason = f"the decay ends before the warm-up of {warmup:.12g} steps; use a larger number"
-        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, reason)
-    if section.decay == "wsd" and section.decay_steps is not None and section.decay_steps > total_steps:
-        reason = f"the final decay is longer than the run of {total_steps:.12g} steps; use at most {int(total_steps)}"
-        raise ConfigError("lr_scheduler.decay_steps", section.decay_steps, reason)
+    key, steps = "lr_scheduler.decay_steps", section.decay_steps
+    reason = f"the decay ends before the warm-up of {warmup:.12g} steps; use a larger number"
+    require(section.decay not in ("cosine", "linear") or (steps or total_steps) >= warmup, key, steps, reason)
+    reason = f"the final decay is longer than the run of {total_steps:.12g} steps; use at most {int(total_steps)}"
+    require(section.decay != "wsd" or (steps or 0) <= total_steps, key, steps, reason)
 
 
 def lr_factor(section: LRScheduler, step: float, total_steps: float) -> float:

@@ -47,9 +47,7 @@ def optimizer_state(section: OptimizerSection) -> OptimizerState:
     It is measured, so that it also holds for optimizers of other packages, whose state must be proportional to a
     matrix's elements, rows or columns. Scalars, such as AdamW's number of updates, are left out, and so is one for each
     matrix of a stack. AdamW's is not, because the first optimizer that torch makes imports its compiler, for 0.7 s.
-
-    Raises:
-        ConfigError: as `build_optimizer`.
+    Raises a `ConfigError` as `build_optimizer`.
     """
     return ADAMW_STATE if section.name == "adamw" else _optimizer_state(section.model_dump_json())
 

@@ -70,10 +70,8 @@ def update_work(section: OptimizerSection) -> UpdateWork:
     """The work of an update by the run's optimizer, whether built in or of another package.
 
     Bytes count operands as large as the parameter, in float32, GEMMs' apart. Decompositions of matrices count
-    as if they only read and wrote them. Fused AdamW's work is known: counting it would import torch's compiler.
-
-    Raises:
-        ConfigError: as `build_optimizer`.
+    as if they only read and wrote them. Fused AdamW's work is known: counting it would import torch's compiler. Raises
+    a `ConfigError` as `build_optimizer`.
     """
     if section.name == "adamw" and section.implementation == "fused":
         return ADAMW_WORK

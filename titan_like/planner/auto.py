@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
 from titan_like.parallel.schedules.tables import stages_per_rank
@@ -58,7 +58,10 @@ def _because(part: str, seconds: float, best: Workload, work: Workload, profile:
     if part == "compute":
         if 2 * (_adding_up(work, profile) - _adding_up(best, profile)) > seconds:
             return f"ZeRO {work.zero_stage} accumulates whole gradients of {work.microbatches} microbatches"
-        return _slower_products(best, work)
+        fullest, best_fullest = (max(pipeline_of(layout).num_layers) for layout in (work, best))
+        if fullest * work.pipeline > best_fullest * best.pipeline:
+            return f"uneven stages: {fullest} of {len(work.model.layer_kinds)} layers on one of {work.pipeline} ranks"
+        return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
     if part == "recompute":
         return recomputed(work)
     if part == "tensor":
@@ -85,13 +88,6 @@ def _adding_up(work: Workload, profile: Profile) -> float:
     """Seconds per step in which gradients are added to the sums of earlier microbatches."""
     held = sum(pipeline_program(work).elements.values())
     return work.accumulates * work.microbatches * held * profile.accumulation_bytes / profile.memory_rate
-
-
-def _slower_products(best: Workload, work: Workload) -> str:
-    fullest, best_fullest = (max(pipeline_of(layout).num_layers) for layout in (work, best))
-    if fullest * work.pipeline > best_fullest * best.pipeline:
-        return f"uneven stages: {fullest} of {len(work.model.layer_kinds)} layers on one of {work.pipeline} ranks"
-    return f"smaller products: microbatches of {work.micro_batch_size}, tensor {work.tensor}"
 
 
 def recomputed(work: Workload) -> str:
@@ -145,14 +141,12 @@ def choose_layout(
     [cluster]. Raises a `ConfigError` if it is not known what to plan for, or no layout is valid and fits.
     """
     gpu = config.cluster.gpu or gpu
-    if gpu is None and config.cluster.profile is None:
-        reason = "there is no GPU here to plan for; name one in cluster.gpu, or a profile of this machine in "
-        reason += "cluster.profile (scripts/plan.py microbenchmark writes it), or set the degrees"
-        raise ConfigError("parallelism.auto", True, reason)
+    reason = "there is no GPU here to plan for; name one in cluster.gpu, or a profile of this machine in "
+    reason += "cluster.profile (scripts/plan.py microbenchmark writes it), or set the degrees"
+    require(gpu is not None or config.cluster.profile is not None, "parallelism.auto", True, reason)
     gpus_per_node = config.cluster.gpus_per_node or gpus_per_node
-    if gpus_per_node is None:
-        reason = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
-        raise ConfigError("cluster.gpus_per_node", None, reason)
+    reason = "the nodes have unequal numbers of processes; say how many GPUs to plan for on each"
+    require(gpus_per_node, "cluster.gpus_per_node", None, reason)
     planned = edit(config, {"cluster.gpu": gpu, "cluster.gpus_per_node": gpus_per_node})
     result = search(planned, world_size, fixed=set_keys(config), kinds=2)
     values = result.space.settings(result.best.work) | {"parallelism.auto": False}

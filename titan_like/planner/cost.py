@@ -21,8 +21,7 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.85), (128, 64, 0.65), (
 MESSAGES = ("send", "receive")  # between neighbours of a ring
 EXPERTS = "ep"  # the group whose messages are rows of tokens on their way to experts
 
-Groups = Mapping[str, tuple[int, int]]
-"""Process group → number of ranks, distance between neighbours; see `Program.groups`."""
+Groups = Mapping[str, tuple[int, int]]  # as `Program.groups`
 
 
 class Kernels(NamedTuple):

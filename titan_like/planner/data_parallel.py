@@ -7,8 +7,9 @@ Gradients are reduced in every backward pass under ZeRO 2 and 3, otherwise in th
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from titan_like.parallel.split import GRADIENT_UNIT_BYTES
@@ -133,6 +134,11 @@ class Rules(NamedTuple):
         """Elements of a unit that are gathered, before ZeRO shards them. Only ZeRO 3 gathers frozen parameters."""
         return unit.elements + (unit.frozen_elements if self.gathers_every_pass else 0)
 
+    def gathered_and_buffered(self, units: Iterable[Unit]) -> tuple[int, int]:
+        """`gathered_elements` of some units, and how many of them are gathered through a buffer."""
+        sizes = [(self.gathered_elements(unit), unit.sharers not in self.single) for unit in units]
+        return sum([size for size, _ in sizes]), sum([size for size, is_buffered in sizes if is_buffered])
+
 
 def gathers_every_pass(zero_stage: int) -> bool:
     """Whether every forward and every backward pass gathers weights, and frees them."""
@@ -181,8 +187,9 @@ def sharding_of(work: Workload) -> Sharding:
 
 def shard_groups(work: Workload) -> dict[str, tuple[int, int]]:
     """Mesh dimension over which ZeRO shards → number of processes in it, and the stride of their ranks."""
-    inside = work.expert * work.expert_tensor
-    return {"dp_shard": (work.shard * work.context, work.tensor), "expert_shard": (work.expert_shards, inside)}
+    shards, inside = work.shard * work.context, work.expert * work.expert_tensor
+    # Of experts as `Layout.expert_shards`.
+    return {"dp_shard": (shards, work.tensor), "expert_shard": (shards * work.tensor // inside, inside)}
 
 
 def shard_rows(rows: int, shards: int, rank: int = 0) -> int:
@@ -263,12 +270,8 @@ def layer_units(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bo
 
     ``single`` as in `Rules`; ``gathers_frozen``: whether frozen parameters are gathered, as under ZeRO 3.
     """
-    units, first = list[LayerUnit](), 0
-    for count in stage.layers_per_unit:
-        layers = stage.layers[first : first + count]
-        units.append(_layer_unit(layers, single, stage.sharers, gathers_frozen))
-        first += count
-    return units
+    ends = pairwise(accumulate(stage.layers_per_unit, initial=0))
+    return [_layer_unit(stage.layers[first:end], single, stage.sharers, gathers_frozen) for first, end in ends]
 
 
 @lru_cache(maxsize=65536)

@@ -39,7 +39,7 @@ from titan_like.planner.stack import named_profile
 from titan_like.planner.stages import pipeline_program
 from titan_like.planner.trace.program import HOST
 from titan_like.planner.trace.run import fake_process_group
-from titan_like.planner.traffic import Amount, Coordinates, Message, step_traffic
+from titan_like.planner.traffic import Amount, Message, step_traffic
 from titan_like.planner.workload import Workload, workload_of
 from titan_like.train.environment import dry_run_world
 from titan_like.train.rules import resolve_settings
@@ -161,7 +161,7 @@ def dry_run(config: JobConfig) -> DryRun:
     work = workload_of(config, model, layout)._replace(dtype=training.dtype)
     pipeline_rank, rules = coordinates["pp"][0], sharding_of(work).rules
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
-    traffic = step_traffic(work, Coordinates(pipeline_rank, shards))
+    traffic = step_traffic(work, pipeline_rank, shards)
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
     groups |= {"expert_dp": layout.replicate * layout.expert_shards, HOST: 1}
     # Rules of other packages are taken to send nothing.
@@ -220,12 +220,10 @@ def built_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> RankS
 def schedule_of(work: Workload, rank: int) -> Schedule:
     """What a pipeline rank computes in a step."""
     schedule = work.pipeline_schedule
-    table = schedule.table
-    passes = (
-        zip(*(segment.passes for segment in stage.segments), strict=True) for stage in pipeline_program(work).stages
-    )
+    table, stages = schedule.table, pipeline_program(work).stages
+    passes = (zip(*(segment.passes for segment in stage.segments), strict=True) for stage in stages)
     flops = [[sum(pass_.flops for pass_ in segments) for segments in of_stage] for of_stage in passes]
-    parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `PASSES`
+    parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}  # of `Segment.passes`
 
     def by_flops(action: Action) -> float:
         return sum(flops[action.stage][part] for part in parts[action.kind])

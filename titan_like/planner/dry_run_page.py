@@ -33,8 +33,9 @@ def format_dry_run(run: DryRun) -> str:
     steps, total = f"{run.steps:,} steps", f"; {run.samples:,} samples, {run.samples * run.seq_len:,} tokens"
     if not run.steps:
         steps, total = "steps", "; how many follows from training.epochs once the data is tokenized"
+    base, active = (number - run.adapters for number in (run.num_parameters, run.active_parameters))
     lines = [
-        f"{run.family} {run.flavor}: {_parameters(run)}, {steps} "
+        f"{run.family} {run.flavor}: {describe_parameters(base, active, run.adapters)}, {steps} "
         f"of {run.global_batch_size} samples × {run.seq_len} tokens, data parallel {degrees}, "
         f"ZeRO {run.zero_stage}{total}",
         f"data: {run.data}",
@@ -46,11 +47,6 @@ def format_dry_run(run: DryRun) -> str:
         lines += ["", *_format_stage(stage, run.schedule.num_stages)]
     lines += ["", *_format_memory(run), "", *_format_schedule(run.schedule, len(run.stages)), "", *_format_traffic(run)]
     return "\n".join(lines)
-
-
-def _parameters(run: DryRun) -> str:
-    base, active = (number - run.adapters for number in (run.num_parameters, run.active_parameters))
-    return describe_parameters(base, active, run.adapters)
 
 
 def _places(run: DryRun) -> Iterator[str]:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from titan_like.config.errors import ConfigError
+from titan_like.config.errors import require
 from titan_like.config.load import edit
 from titan_like.metrics.hardware import device_name
 from titan_like.metrics.record import StepRecord
@@ -67,10 +67,9 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     profile = named_profile(config)
     if not on_gpu and (profile is None or not profile.device.is_cpu):
         return None
-    if config.float8.enable:
-        raise ConfigError("float8.enable", True, "is not predicted")
-    if profile is not None and on_gpu and profile.device.is_cpu:
-        raise ConfigError("cluster.profile", config.cluster.profile, "was measured on a CPU")
+    require(not config.float8.enable, "float8.enable", True, "is not predicted")
+    is_for_gpus = profile is None or not profile.device.is_cpu
+    require(is_for_gpus or not on_gpu, "cluster.profile", config.cluster.profile, "was measured on a CPU")
     overrides: dict[str, Any] = {"cluster.gpu": config.cluster.gpu or device_name(run.device) or None}
     if config.cluster.gpus_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
         overrides["cluster.gpus_per_node"] = environment_number("LOCAL_WORLD_SIZE", 1, least=1)

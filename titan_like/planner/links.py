@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import require
 from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.metrics.collectives import BETWEEN_NODES, BUS_SHARES, Measurement
 from titan_like.planner.profile import Profile, is_builtin
@@ -55,8 +55,7 @@ def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
     """Bandwidths of all-reduces and messages, and the latency of a hop."""
     by_operation = {name: [row for row in measurements if row.operation == name] for name in BUS_SHARES}
     reduced = by_operation["all_reduce"]
-    if not reduced:
-        raise ConfigError("--links", None, "the file has no all_reduce; measure it too")
+    require(reduced, "--links", None, "the file has no all_reduce; measure it too")
     return _bandwidth(reduced), _bandwidth(by_operation["send_receive"] or reduced), latency_of(reduced)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from titan_like.metrics.flops import Throughput, ThroughputMeter
 from titan_like.models.config import TransformerConfig
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import Layout, resolve_layout
-from titan_like.planner.bands import band
 from titan_like.planner.memory import Memory, memory
 from titan_like.planner.profile import Profile
 from titan_like.planner.stack import checked_profile
@@ -20,6 +20,10 @@ from titan_like.planner.workload import Workload, workload_of
 from titan_like.train.environment import cluster_size
 from titan_like.train.rules import broken_rules
 
+# A profile's own band comes from rows left out of its fit. It is wider where a run differs from the fitted rows:
+# 90th percentiles of absolute errors on such rows, which benchmarks/bands.py measures.
+UNSEEN = {"another GPU": 0.34, "more GPUs": 0.21, "experts": 0.34, "another type": 0.26}
+_LARGEST = 0.9  # errors are relative to the measured time, so 1 would mean that nothing is known
 FLOAT8_NOTE = "float8.enable: times, memory and traffic are predicted as if all products were in training.dtype"
 
 
@@ -58,6 +62,24 @@ def forecast(work: Workload, profile: Profile) -> Forecast:
     error, (host_seconds, device_seconds) = band(work, profile), host_and_device_seconds(work, profile)
     low, high = time.total / (1 + error), time.total / (1 - error)
     return Forecast(work, profile, time, memory(work, profile), host_seconds, device_seconds, rates, low, high)
+
+
+def band(work: Workload, profile: Profile) -> float:
+    """The error, relative to the measured time, that nine in ten steps stay below. Causes add up as if independent."""
+    causes = [profile.error_p90, *(UNSEEN[name] for name in unseen(work, profile))]
+    return min(math.hypot(*causes), _LARGEST)
+
+
+def unseen(work: Workload, profile: Profile) -> list[str]:
+    """In what a run differs from the runs that a profile was fitted on."""
+    nodes, fitted = (-(-gpus // profile.gpus_per_node) for gpus in (work.num_gpus, profile.most_gpus))
+    differs = {
+        "another GPU": profile.device.name not in (profile.fitted_gpus or (profile.device.name,)),
+        "more GPUs": nodes > fitted or work.num_gpus > profile.most_gpus == 1,
+        "experts": work.has_experts and not profile.fitted_experts,
+        "another type": work.dtype != profile.dtype,
+    }
+    return [name for name, is_unseen in differs.items() if is_unseen]
 
 
 @dataclass(frozen=True)

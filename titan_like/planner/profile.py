@@ -21,7 +21,7 @@ import tomli
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from titan_like.config.errors import ConfigError, all_of, field_errors
+from titan_like.config.errors import ConfigError, all_of, field_errors, require
 from titan_like.config.paths import read_toml, unreadable_reason
 from titan_like.metrics import devices
 
@@ -32,19 +32,17 @@ def _ring(links: Links, size: int, stride: int) -> tuple[float, float]:
     return links.ring_latency(size, stride), (size - 1) / size / links.ring_bandwidth(size, stride)
 
 
-@dataclass(frozen=True, eq=False)
 class Links:
     """Achieved bandwidths and latencies of a cluster of equal nodes: bytes per second in one direction, and seconds."""
 
-    gpus_per_node: int
-    nvlink: float  # of one GPU
-    node: float  # of all network cards of a node together, in collectives
-    node_messages: float  # the same, in messages between two GPUs
-    nvlink_latency: float
-    network_latency: float
-    ring_part: float = 1.0  # the largest share of a node's cards that one ring can use
-    switched: bool = True  # NVLink has switches, so two GPUs can use all their links with each other
-    one_node: bool = False  # the job has no more GPUs than one node
+    def __init__(self, profile: Profile) -> None:
+        self.gpus_per_node, self.one_node = profile.gpus_per_node, profile.one_node
+        self.nvlink = profile.device.nvlink_bandwidth * profile.nvlink_efficiency  # of one GPU
+        # Of all network cards of a node together: in collectives, and in messages between two GPUs.
+        self.node = profile.node_bandwidth * profile.network_efficiency
+        self.node_messages = profile.node_bandwidth * profile.message_efficiency
+        self.nvlink_latency, self.network_latency = profile.nvlink_latency, profile.network_latency
+        self.ring_part, self.switched = profile.ring_part, profile.nvlink_switch
 
     def all_to_all(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds until every rank of each group has sent the others their equal parts of its ``nbytes``.
@@ -58,19 +56,16 @@ class Links:
         return self.ring_latency(size, stride) + nbytes * slowest
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds to sum ``nbytes`` on every rank."""
-        if size == 1 or nbytes == 0:
-            return 0.0
-        latency, per_byte = _ring(self, size, stride)
-        factor = min(1, 64 / (size - 1))  # NCCL changes to trees, whose latency grows with the logarithm
-        return 2 * (factor * latency + nbytes * per_byte)
+        """Seconds to sum ``nbytes`` on every rank: as two times round, but of many ranks NCCL makes trees."""
+        trees = 64 / max(size - 1, 64)  # whose latency grows with the logarithm
+        return 2 * self.all_gather(nbytes, size, stride, trees)
 
-    def all_gather(self, nbytes: float, size: int, stride: int) -> float:
+    def all_gather(self, nbytes: float, size: int, stride: int, latencies: float = 1.0) -> float:
         """Seconds to all-gather a result of ``nbytes``; a reduce-scatter of an input of that size takes as long."""
         if size == 1 or nbytes == 0:
             return 0.0
         latency, per_byte = _ring(self, size, stride)
-        return latency + nbytes * per_byte
+        return latencies * latency + nbytes * per_byte
 
     def message(self, nbytes: float, stride: int, ranks: int = 2) -> float:
         """Seconds of the slowest message if each GPU sends one to the GPU ``stride`` further on, in rows of ``ranks``.
@@ -170,7 +165,8 @@ class Profile:
     # how the stack works
     nvlink_latency: Amount = 3e-6  # per hop of a ring
     host_bandwidth: Rate = 2.5e10  # between a GPU and pinned memory, in bytes per second: PCIe 4.0 × 16
-    nvlink_switch: bool = True  # otherwise each GPU has equal shares of its links to all others of the node
+    # Two GPUs can use all their links with each other; otherwise each has equal shares of its own to all of the node.
+    nvlink_switch: bool = True
     gathers_per_layer: Count = 1  # under ZeRO 3
     ring_part: Efficiency = 1.0  # the largest share of a node's network cards that one ring can use
     message_shards: bool = True  # each tensor-parallel rank sends a part of a pipeline message
@@ -183,8 +179,9 @@ class Profile:
     parameter_bytes: Count = 2  # per parameter in gathers
     accumulation_bytes: Amount = 10.0  # per parameter and microbatch: read the new gradient, read and write the sum
     optimizer_traffic: Amount = 52.0  # bytes per parameter that clipping and the update read and write
-    blocking_launches: bool = False  # the host waits for every operator (CUDA_LAUNCH_BLOCKING=1)
-    launch_norm: Count = 4  # how sharply the slower of host and device sets a pass's time; see `host_and_device`
+    # How sharply the slower of host and device sets a pass's time; see `host_and_device`. 1: the host waits for every
+    # operator (CUDA_LAUNCH_BLOCKING=1).
+    launch_norm: Count = 4
     tensor_host_forward: Amount = 0.0  # extra host time per layer with tensor parallelism, uncompiled
     tensor_host_backward: Amount = 0.0
     overhead_bytes: Amount = 3e9  # context, libraries and communication buffers
@@ -202,17 +199,7 @@ class Profile:
     @cached_property
     def links(self) -> Links:
         """What the stack achieves on the cluster's links."""
-        return Links(
-            self.gpus_per_node,
-            self.device.nvlink_bandwidth * self.nvlink_efficiency,
-            self.node_bandwidth * self.network_efficiency,
-            self.node_bandwidth * self.message_efficiency,
-            self.nvlink_latency,
-            self.network_latency,
-            self.ring_part,
-            self.nvlink_switch,
-            self.one_node,
-        )
+        return Links(self)
 
     @property
     def memory_rate(self) -> float:
@@ -260,8 +247,7 @@ def builtin_profiles() -> dict[str, Profile]:
 def profile_from(name: str, table: dict[str, Any]) -> Profile:
     """Read a profile from its TOML. ``device`` names a GPU of devices.toml, or the one that [device_table] describes.
 
-    Raises:
-        ConfigError: keys are unknown or missing, a value is impossible, or the device is unknown or incomplete.
+    Raises a `ConfigError` for unknown or missing keys, impossible values, and a device that is unknown or incomplete.
     """
     table = dict(table)
     device_table = table.pop("device_table", None)
@@ -273,13 +259,13 @@ def profile_from(name: str, table: dict[str, Any]) -> Profile:
     values = model.model_dump(exclude_unset=True)
     if device_table is not None:
         devices.check_device_table(f"profile {name}: device_table", device_table)
-        values["device"] = devices.device_from(values["device"], device_table)
+        device = devices.device_from(values["device"], device_table)
     else:
-        values["device"] = devices.find_device(values["device"])
-    if values.get("overhead_bytes", 0.0) >= values["device"].memory_bytes:
-        reason = f"must be below the device's memory, {values['device'].memory_bytes:.4g}"
-        raise ConfigError(f"profile {name}: overhead_bytes", values["overhead_bytes"], reason)
-    return Profile(name=name, **values)
+        device = devices.find_device(values["device"])
+    overhead = values.get("overhead_bytes", 0.0)
+    reason = f"must be below the device's memory, {device.memory_bytes:.4g}"
+    require(overhead < device.memory_bytes, f"profile {name}: overhead_bytes", overhead, reason)
+    return Profile(name=name, **values | {"device": device})
 
 
 @cache
@@ -295,26 +281,14 @@ def _table() -> type[BaseModel]:
 
 def profile_to_toml(profile: Profile) -> str:
     """The inverse of `profile_from`: values that differ from the defaults, and all fitted ones, to four digits."""
-    defaults = {f.name: f.default for f in fields(Profile)}
-    values = {f.name: getattr(profile, f.name) for f in fields(Profile)} | {"device": profile.device.name}
-    shown = {
-        key: _rounded(value)
-        for key, value in values.items()
-        if key not in ("name", *_OF_JOBS) and (key in FITTED or value != defaults[key])
-    }
+    defaults = {f.name: f.default for f in fields(Profile) if f.name not in ("name", *_OF_JOBS)}
+    values = {name: getattr(profile, name) for name in defaults} | {"device": profile.device.name}
+    shown = {name: value for name, value in values.items() if name in FITTED or value != defaults[name]}
     if not is_builtin(profile.device):
-        shown["device_table"] = _rounded(devices.device_to_table(profile.device))
-    return tomli_w.dumps(shown)
+        shown["device_table"] = devices.device_to_table(profile.device)
+    return tomli_w.dumps(json.loads(json.dumps(shown), parse_float=lambda text: float(f"{float(text):.4g}")))
 
 
 def is_builtin(device: devices.Device) -> bool:
     """Tell whether a device is one of devices.toml, and not a measured one."""
     return devices.builtin_devices().get(device.name) is device
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value

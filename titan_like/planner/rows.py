@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import require
 from titan_like.config.load import load_config
 from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.metrics.devices import known_device
@@ -68,19 +68,14 @@ def read_cases(path: str | Path) -> list[dict[str, Any]]:
         content = parse_json(Path(path).read_text(encoding="utf-8"))
     shared = content if isinstance(content, dict) else {"cases": content}
     cases, machine = shared.pop("cases", None), shared.get("machine")
-    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
-        raise ConfigError("--points", str(path), 'has no list of rows under "cases"')
+    are_rows = isinstance(cases, list) and all(isinstance(case, dict) for case in cases)
+    require(are_rows, "--points", str(path), 'has no list of rows under "cases"')
     shared |= machine if isinstance(machine, dict) else {}
     return [shared | case for case in cases if case.get("side", "ours") == "ours" and "problem" not in case]
 
 
 def _row(case: dict[str, Any]) -> Row:
-    """Read a run.
-
-    Raises:
-        KeyError: something is not stated.
-        ValueError, TypeError, AttributeError, ZeroDivisionError: the row says something impossible.
-    """
+    """Read a run. Raises a `KeyError` for what is not stated, and what `read_rows` catches for what is impossible."""
     words = shlex.split(case["command"])
     config = load_config(words[next(index for index, word in enumerate([*words, "--"]) if word.startswith("--")) :])
     model, layout = model_config(config.model), resolve_layout(config.parallelism, int(case.get("gpus", 1)))

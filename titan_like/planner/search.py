@@ -86,7 +86,7 @@ def search(
     kinds: int = 10,
     progress: Callable[[Counts], None] = lambda _: None,
 ) -> SearchResult:
-    """Find the best layouts of a run.
+    """Find the best layouts of a run. Raises a `ConfigError` if the GPU is unknown, no layout is valid, or none fits.
 
     Args:
         config: the run. The keys of `search_space.SEARCHED` are chosen anew, except those in ``fixed``.
@@ -95,9 +95,6 @@ def search(
         fixed: keys that stay as they are.
         kinds: how many combinations of tensor and pipeline degree to find the best layout of.
         progress: called now and then with the counts so far.
-
-    Raises:
-        ConfigError: the GPU is unknown, no layout is valid, or none fits.
     """
     num_gpus = num_gpus or cluster_size(config)
     profile = checked_profile(config, num_gpus, profile)
@@ -139,7 +136,8 @@ class BestFirst:
                 self.progress(self.counts)
             # Whatever comes out first is replaced by its parts with closer bounds, until a followed layout comes out.
             _, depth, _, arguments = heapq.heappop(self.heap)
-            (self._weigh, self._add_pipelines, self._add_layouts, self._follow, self._take)[depth](*arguments)
+            if _cell(arguments[0]) not in self.cells:  # only the best of each kind counts
+                (self._weigh, self._add_pipelines, self._add_layouts, self._follow, self._take)[depth](*arguments)
         if not self.ranked:
             raise self._nothing_fits()
         # Layouts that would win if they fitted are worth reporting.
@@ -165,8 +163,6 @@ class BestFirst:
 
     def _weigh(self, group: Workload) -> None:
         """Put a group back by the mean work of a pipeline's ranks, which none of its pipelines can share better."""
-        if _cell(group) in self.cells:
-            return
         pipelines, splits = self.space.pipelines(group), self.space.splits(group)
         fitting = [split for split in splits if self._may_fit(group, split)]
         self.counts.too_large += len(pipelines) * (len(splits) - len(fitting))
@@ -184,8 +180,6 @@ class BestFirst:
 
     def _add_pipelines(self, group: Workload, splits: list[Split], mean: float) -> None:
         """Put a group's pipelines into the heap. With split backward passes they have no bound of their own."""
-        if _cell(group) in self.cells:
-            return
         for choice in self.space.pipelines(group):
             if choice[0] in SPLIT_BACKWARD:
                 self._push(mean, 2, (group, choice, splits))
@@ -204,8 +198,6 @@ class BestFirst:
 
     def _add_layouts(self, group: Workload, choice: tuple[str, int], splits: list[Split]) -> None:
         """Put a pipeline's layouts into the heap by the shortest way through it, ZeRO 3's together at first."""
-        if _cell(group) in self.cells:
-            return
         gathering = [split for split in splits if split[0] == 3]
         if 1 < len(gathering) < len(splits):
             self._push_ways(group, choice, gathering)
@@ -217,9 +209,7 @@ class BestFirst:
             heapq.heappush(self.heap, (bound, 3, _order(work), (work,)))
 
     def _follow(self, work: Workload) -> None:
-        """If a layout may fit and may be the first of its kind, find the time that it is ranked by."""
-        if _cell(work) in self.cells:
-            return
+        """If a layout may fit, find the time that it is ranked by."""
         used = largest_memory(work, self.profile, self.usable, messages=False)
         if used > self.usable:
             self._remember(work, used)
@@ -235,9 +225,7 @@ class BestFirst:
             self.too_large[key] = work, used
 
     def _take(self, work: Workload, time: StepTime) -> None:
-        """Rank the next layout in the order of time, if it is the first of its kind that fits."""
-        if _cell(work) in self.cells:
-            return
+        """Rank the next layout in the order of time, if it fits."""
         used = largest_memory(work, self.profile, self.usable)
         if used > self.usable:
             self._remember(work, used)

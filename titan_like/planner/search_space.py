@@ -22,12 +22,7 @@ from titan_like.parallel.schedules.tables import SCHEDULES, stages_per_rank
 from titan_like.parallel.split import layers_per_stage
 from titan_like.planner.stages import pipeline_of
 from titan_like.planner.workload import Workload, workload_of
-from titan_like.train.layout_rules import (
-    check_context_parallel,
-    check_expert_parallel,
-    check_pipeline,
-    check_tensor_parallel,
-)
+from titan_like.train import layout_rules as rules
 from titan_like.train.rules import check_rules
 
 # The keys that a search chooses, each with its name in `Workload`.
@@ -48,8 +43,7 @@ SEARCHED = {
 }
 STAGE_SIZES = "parallelism.pipeline_layers"
 
-Split = tuple[int, int, int]
-"""ZeRO stage, replicas and shards."""
+Split = tuple[int, int, int]  # ZeRO stage, replicas and shards
 
 SLICE = 4096  # the fewest tokens of a sequence that a process gets unasked
 MODES = ("none", "experts", "selective", "full")  # of recomputation
@@ -96,8 +90,7 @@ class Space:
     def groups(self) -> Iterator[Workload]:
         """One layout for each group. Members of a group differ only in the pipeline's schedule and in how ZeRO splits.
 
-        Raises:
-            ConfigError: no layout is valid; the error is the rules' first refusal of a setting that is not chosen here.
+        Raises the `ConfigError` of `no_layout` if no layout is valid.
         """
         self._check_fixed()
         has_layout = False
@@ -115,17 +108,13 @@ class Space:
             raise self.no_layout()
 
     def _check_fixed(self) -> None:
-        """Refuse degrees that the GPUs cannot have, and stages that are not the model's layers.
-
-        Raises:
-            ConfigError: about the last of the fixed degrees, or about the stages.
-        """
+        """Refuse degrees that the GPUs cannot have, by the last of the fixed ones, and stages that do not fit."""
         # Fixed degrees must divide the GPUs, and all together must use every GPU.
         choices = {"context": self._contexts()}
         choices |= {degree.name: self._choices(degree.name, []) for degree in FACTORS if degree.name not in choices}
         degrees = {_KEY[name]: values[0] for name, values in choices.items() if len(values) == 1}
-        if 0 in degrees.values():
-            raise ConfigError(_KEY["shard"], 0, "must be at least 1, or -1 for what the other degrees leave")
+        reason = "must be at least 1, or -1 for what the other degrees leave"
+        require(0 not in degrees.values(), _KEY["shard"], 0, reason)
         product = prod(degrees.values())
         if self.num_gpus % product or (len(degrees) == len(FACTORS) and product != self.num_gpus):
             key = list(degrees)[-1]
@@ -136,12 +125,11 @@ class Space:
         counts = self.config.parallelism.pipeline_layers
         if counts is None:
             return
-        if min(counts, default=0) < 1 or sum(counts) != len(self.model.layer_kinds):
-            reason = f"must be numbers of at least 1 that sum to the {len(self.model.layer_kinds)} layers"
-            raise ConfigError(STAGE_SIZES, counts, reason)
-        if not any(degree > 1 and len(counts) % degree == 0 for degree in divisors(self.num_gpus)):
-            reason = f"no number of ranks that divides the {self.num_gpus} GPUs can share {len(counts)} stages evenly"
-            raise ConfigError(STAGE_SIZES, counts, reason)
+        num_layers, degrees_of_pipelines = len(self.model.layer_kinds), divisors(self.num_gpus)[1:]
+        reason = f"must be numbers of at least 1 that sum to the {num_layers} layers"
+        require(min(counts, default=0) >= 1 and sum(counts) == num_layers, STAGE_SIZES, counts, reason)
+        reason = f"no number of ranks that divides the {self.num_gpus} GPUs can share {len(counts)} stages evenly"
+        require(any(len(counts) % degree == 0 for degree in degrees_of_pipelines), STAGE_SIZES, counts, reason)
 
     def no_layout(self) -> ConfigError:
         """Why there is no layout: the first refusal of a fixed setting, else of a setting that is not chosen here."""
@@ -193,15 +181,12 @@ class Space:
         if key not in self._pipelines:
             choices = self._schedules(group.pipeline)
             works = [group._replace(schedule=schedule, virtual_stages=virtual) for schedule, virtual in choices]
-            accepted = [self._accepts(check_pipeline, work) for work in works]
+            accepted = [self._accepts(rules.check_pipeline, work) for work in works]
             valid = [choice for choice, is_valid in zip(choices, accepted, strict=True) if is_valid]
-            fullest = [self._fullest(group, choice) for choice in valid]
+            # Layers of the rank that has the most.
+            fullest = [max(pipeline_of(self.member(group, *choice, 0, 1, group.shard)).num_layers) for choice in valid]
             self._pipelines[key] = [choice for choice, size in zip(valid, fullest, strict=True) if size == min(fullest)]
         return self._pipelines[key]
-
-    def _fullest(self, group: Workload, choice: tuple[str, int]) -> int:
-        """Number of layers on the rank that has the most."""
-        return max(pipeline_of(self.member(group, *choice, 0, 1, group.shard)).num_layers)
 
     def _schedules(self, pipeline: int) -> list[tuple[str, int]]:
         if pipeline == 1:
@@ -238,15 +223,14 @@ class Space:
 
     def member(self, group: Workload, schedule: str, virtual: int, zero: int, replicas: int, shards: int) -> Workload:
         """One layout of a group."""
+        stages = group.pipeline * stages_per_rank(schedule, virtual)
         return group._replace(
             schedule=schedule,
             virtual_stages=virtual,
             zero_stage=zero,
             replicate=replicas,
             shard=shards,
-            stage_layers=self._stage_layers(group.pipeline * stages_per_rank(schedule, virtual))
-            if group.pipeline > 1
-            else None,
+            stage_layers=self._stage_layers(stages) if group.pipeline > 1 else None,
         )
 
     def configured(self, work: Workload) -> JobConfig:
@@ -276,7 +260,7 @@ class Space:
         return True
 
 
-_RULES_OF_TENSOR = (check_tensor_parallel, check_context_parallel, check_expert_parallel)
+_RULES_OF_TENSOR = (rules.check_tensor_parallel, rules.check_context_parallel, rules.check_expert_parallel)
 _KEY = {name: key for key, name in SEARCHED.items()}
 
 

@@ -17,9 +17,7 @@ _NEWEST = "titan_h100"
 def checked_profile(config: JobConfig, num_processes: int, profile: Profile | None) -> Profile:
     """The profile of `profile_of`, adapted to our own trainer and to the run's cluster.
 
-    Raises:
-        ConfigError: as `profile_of`; or the device lacks the data type, or the profile knows nothing of links between
-            processes.
+    Raises its `ConfigError`, and one if the device lacks the data type or no bandwidth between processes is known.
     """
     profile = profile_of(config, profile)
     training, cluster, bandwidth = config.training, config.cluster, profile.node_bandwidth

@@ -71,11 +71,8 @@ class StageGradients:
         if not rules.wrapped:
             if rules.copied and state == Gradients.FINISHED:
                 return rules.master * self.elements - self.freed, 0
-            element = (
-                rules.compute
-                if rules.copied and state in (Gradients.FIRST_PARTS, Gradients.OF_ONE_PASS)
-                else rules.master
-            )
+            are_fresh = rules.copied and state in (Gradients.FIRST_PARTS, Gradients.OF_ONE_PASS)
+            element = rules.compute if are_fresh else rules.master
             return element * (vectors if state == Gradients.FIRST_PARTS else self.elements), 0
         if not rules.reduces_every_pass:
             return rules.reduce * (vectors if state == Gradients.FIRST_PARTS else self.elements), 0
@@ -100,10 +97,6 @@ class StageGradients:
             peak = max(peak, held + rules.compute * size)
             held -= (element - rules.compute) * size
         return peak
-
-    def during(self, pass_: PassKind) -> PassGradients:
-        """The gradients before a backward pass."""
-        return (CopiedGradients if self.rules.copied else PassGradients)(self, pass_)
 
 
 class PassGradients:

@@ -5,12 +5,12 @@ benchmarks/trace_memory.py compares the result with whole steps.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from titan_like.planner.data_parallel import Gradients, LayerUnit, PassKind, Rules, Weights, layer_units
-from titan_like.planner.stage_gradients import Placed, StageGradients
+from titan_like.planner.stage_gradients import CopiedGradients, PassGradients, Placed, StageGradients
 from titan_like.planner.stages import StageProgram
 
 
@@ -40,13 +40,8 @@ class StageMemory:
         self.leaving = stage.layers[-1].offloaded if stage.layers else 0
         self.deferred = sum([segment.deferred for segment in stage.segments])
         # Gathered elements, and how many of them need a buffer: of the root, and of units before the layers.
-        roots = [unit for unit in stage.ends if not unit.name]
-        tables = [unit for unit in stage.ends if unit.name]
-        self.root = sum([rules.gathered_elements(unit) for unit in roots])
-        self.table = sum([rules.gathered_elements(unit) for unit in tables])
-        self.buffered_root = sum([rules.gathered_elements(unit) for unit in roots if unit.sharers not in rules.single])
-        buffered = [unit for unit in tables if unit.sharers not in rules.single]
-        self.buffered_table = sum([rules.gathered_elements(unit) for unit in buffered])
+        self.root, self.buffered_root = rules.gathered_and_buffered(unit for unit in stage.ends if not unit.name)
+        self.table, self.buffered_table = rules.gathered_and_buffered(unit for unit in stage.ends if unit.name)
         self.placed = _placed(stage, rules.single, rules.gathers_every_pass)
         self.above = [part for part in self.placed[stage.first_layer + 1 :] if part.unit.gathered]  # other layers
         # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
@@ -56,39 +51,35 @@ class StageMemory:
         is_buffered = stage.sharers not in rules.single
         self.prefetched = units[-1].gathered - units[-1].experts if is_gathered_early and is_buffered else 0
         self.gradients = StageGradients(stage, rules, self.placed)
-        self._moments: dict[PassKind, list[Usage]] = {}
-        self._usages: dict[tuple[tuple[PassKind, ...], int], list[Usage]] = {}  # by passes and shard
-        self._states: dict[int, tuple[list[int], list[int]]] = {}
+        self.states, self.usages, self._moments = (
+            cache(self._states_of),
+            cache(self._usages_of),
+            cache(self._moments_of),
+        )
 
-    def states(self, shard: int) -> tuple[list[int], list[int]]:
+    def _states_of(self, shard: int) -> tuple[list[int], list[int]]:
         """Bytes of gathered weights, and of gradients, in each of their states. ``shard``: elements of this process."""
-        if shard not in self._states:
-            weights = [self._gathered(state) for state in range(Weights.AFTER_BACKWARD + 1)]
-            gradients = [self.gradients.between_passes(state, shard) for state in range(Gradients.FINISHED + 1)]
-            self._states[shard] = weights, gradients
-        return self._states[shard]
+        weights = [self._gathered(state) for state in range(Weights.AFTER_BACKWARD + 1)]
+        return weights, [self.gradients.between_passes(state, shard) for state in range(Gradients.FINISHED + 1)]
 
-    def usages(self, passes: tuple[PassKind, ...], shard: int) -> list[Usage]:
+    def _usages_of(self, passes: tuple[PassKind, ...], shard: int) -> list[Usage]:
         """The fullest moments of some passes: bytes beyond the activations that the stage holds before them.
 
         The stage's own weights and gradients are part of them. ``shard``: elements of this process's shard.
         """
-        key = passes, shard
-        if key not in self._usages:
-            self._usages[key] = [self._usage(pass_, shard) for pass_ in passes]
-        return self._usages[key]
+        return [self._usage(pass_, shard) for pass_ in passes]
 
     def _usage(self, pass_: PassKind, shard: int) -> Usage:
-        if pass_ not in self._moments:
-            moments = {"F": self._forward, "W": self._second_part}.get(pass_.kind, self._backward)(pass_)
-            self._moments[pass_] = _fullest(moments)
         factor = self.rules.master * shard
         sums = factor if self.rules.has_shards(pass_.gradients) else 0
         usages = [
             Usage(activations, gradients + sums + factor * reduced // self.stage.elements, gathered)
-            for activations, gradients, gathered, reduced in self._moments[pass_]
+            for activations, gradients, gathered, reduced in self._moments(pass_)
         ]
         return max(usages, key=sum)
+
+    def _moments_of(self, pass_: PassKind) -> list[Usage]:
+        return _fullest({"F": self._forward, "W": self._second_part}.get(pass_.kind, self._backward)(pass_))
 
     def _forward(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment. Weights arrive in a buffer, which FSDP2 keeps until the next ones have arrived."""
@@ -116,11 +107,13 @@ class StageMemory:
                     buffer = buffered
                 weights += early + buffer
             during = rules.compute * weights if rules.wrapped else 0
-            yield activations + part.segment.forward_peak, gradients, during, 0
+            peak = max((moment.activations for moment in part.segment.forward.moments), default=0)
+            yield activations + peak, gradients, during, 0
 
     def _backward(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
         """Segment by segment, from the last. Gradients are fresh, then accumulated or reduced."""
-        rules, gradients = self.rules, self.gradients.during(pass_)
+        rules = self.rules
+        gradients = (CopiedGradients if rules.copied else PassGradients)(self.gradients, pass_)
         gathers, frees, freed = rules.gathers(pass_), rules.frees(pass_), 0
         for part in reversed(self.placed):
             held = self.received + part.before + part.later - self.held + (self.moving if part in self.above else 0)

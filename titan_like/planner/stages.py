@@ -16,12 +16,8 @@ from titan_like.planner.trace import TraceKey, trace
 from titan_like.planner.trace.program import Parameter, Program, Segment
 from titan_like.planner.workload import BYTES, Workload, stored_dtype
 
-Source = Callable[[TraceKey], Program]
-"""`trace`, or `estimate`."""
-
-
-Kinds = tuple[int, ...]
-"""The kinds of successive layers, as in `TransformerConfig.layer_kinds`."""
+Source = Callable[[TraceKey], Program]  # `trace`, or `estimate`
+Kinds = tuple[int, ...]  # of successive layers, as in `TransformerConfig.layer_kinds`
 
 
 def stages_of_rank(work: Workload, rank: int) -> dict[int, StageProgram]:
@@ -72,9 +68,9 @@ class PipelineKinds:
         of_rank: list[list[int]] = [[] for _ in range(max(ranks) + 1)]
         for stage, rank in enumerate(ranks):
             of_rank[rank].append(stage)
-        # Of ranks with equal stages, the last one.
+        # The kinds of a rank's stages, and the first stage of the last rank that has them.
         first_stages = {tuple([self.kind_of[stage] for stage in numbers]): numbers[0] for numbers in of_rank}
-        self.rank_kinds = [RankKind(*fields) for fields in first_stages.items()]
+        self.rank_kinds = list(first_stages.items())
         layers = [[(stages[stage], before[stage]) for stage in numbers] for numbers in of_rank]
         # Of each rank, over all its stages.
         self.num_layers = [sum(len(of_stage) for of_stage, _ in of_stages) for of_stages in layers]
@@ -97,13 +93,6 @@ class StagePlace(NamedTuple):
     before: int  # layers of earlier stages, modulo n where every n-th layer is recomputed
     is_first: bool
     is_last: bool
-
-
-class RankKind(NamedTuple):
-    """Pipeline ranks with equal stages."""
-
-    kinds: tuple[int, ...]  # of their stages
-    first_stage: int  # of the last of these ranks
 
 
 @lru_cache(maxsize=65536)
@@ -164,7 +153,7 @@ class PipelineProgram:
         """``programs`` has one program for each kind of stage."""
         self.alike, self.programs = alike, programs
         sizes = [program.elements for program in programs]
-        self.fullest = max((rank.kinds for rank in alike.rank_kinds), key=lambda kinds: sum(sizes[n] for n in kinds))
+        self.fullest = max((kinds for kinds, _ in alike.rank_kinds), key=lambda kinds: sum(sizes[n] for n in kinds))
         self.elements = Counter[str]()  # of the parameters of the rank with the most, as `elements_by_sharers`
         for kind in self.fullest:
             self.elements.update(programs[kind].elements_by_sharers)

@@ -115,11 +115,11 @@ def steps_of(work: Workload, profile: Profile, source: Source = trace) -> Steps:
     num_stages = len(alike.kind_of)
     message = message_time(work, profile, pipeline.programs[0].message) if p > 1 else 0.0
     # The host waits for the messages of each further stage on the rank, as far as computation does not hide them.
-    of_rank = profile.microbatch_time * (1 + (num_stages // p - 1) * profile.message_exposed)
-    delays = message * profile.message_exposed, of_rank * p / num_stages
+    overhead = profile.microbatch_time * (1 + (num_stages // p - 1) * profile.message_exposed)
+    delays = message * profile.message_exposed, overhead * p / num_stages
     programs = zip(pipeline.programs, alike.kinds, strict=True)
     kinds = [_stage_passes(work, profile, program, kind, *delays) for program, kind in programs]
-    busy = [(sum([kinds[n].F + kinds[n].B for n in rank.kinds]), rank.kinds) for rank in alike.rank_kinds]
+    busy = [(sum([kinds[n].F + kinds[n].B for n in of_rank]), of_rank) for of_rank, _ in alike.rank_kinds]
     backward = sum([kinds[n].B - kinds[n].messages - kinds[n].gathered for n in pipeline.fullest])
     forward = sum([kinds[n].F for n in pipeline.fullest])
     data = _after_backward(work, profile, pipeline.elements, forward, backward)
@@ -201,10 +201,9 @@ def host_and_device(host: float, device: float, profile: Profile) -> float:
 
     The result is at least the slower of the two. It is longer if they are close, because some stretches are bound by
     the host (forward and repeated passes of small operators) and others by the device (backward passes of large ones).
-    A norm of high degree is a smooth maximum of the two. On a CPU, or if the host must wait for each operator, it is
-    the sum.
+    A norm of high degree is a smooth maximum of the two. On a CPU it is the sum.
     """
-    if profile.device.is_cpu or profile.blocking_launches:
+    if profile.device.is_cpu:
         return host + device
     return (host**profile.launch_norm + device**profile.launch_norm) ** (1 / profile.launch_norm)
 

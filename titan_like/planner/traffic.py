@@ -5,7 +5,7 @@ gradients, gathers of weights, and messages between pipeline stages. Sums of sin
 are left out.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,24 +32,19 @@ class Amount(NamedTuple):
     bytes: int
 
 
-class Coordinates(NamedTuple):
-    """A process's position in the mesh."""
+def step_traffic(work: Workload, rank: int, shards: Mapping[str, int] = MappingProxyType({})) -> dict[Message, Amount]:
+    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism.
 
-    pipeline: int
-    shards: Mapping[str, int] = MappingProxyType({})  # by mesh dimension over which ZeRO shards; 0 if left out
-
-
-def step_traffic(work: Workload, coordinates: Coordinates) -> dict[Message, Amount]:
-    """Everything that one process sends and receives in a step, as the first rank of tensor and expert parallelism."""
-    stages, sharding = stages_of_rank(work, coordinates.pipeline), sharding_of(work)
-    steps = steps_as_run(work.pipeline_schedule, coordinates.pipeline, work.splits_backward)
-    calls: Counter[Message] = Counter()
-    sizes: Counter[Message] = Counter()
+    ``rank`` is of the pipeline, ``shards`` its ranks by mesh dimension over which ZeRO shards; 0 if left out.
+    """
+    stages, sharding = stages_of_rank(work, rank), sharding_of(work)
+    steps = steps_as_run(work.pipeline_schedule, rank, work.splits_backward)
+    amounts = defaultdict[Message, Amount](lambda: Amount(0, 0))
 
     def add(group: str, kind: str, what: str, count: int, size: int) -> None:
         if count:
-            calls[Message(group, kind, what)] += count
-            sizes[Message(group, kind, what)] += size
+            calls, total = amounts[message := Message(group, kind, what)]
+            amounts[message] = Amount(calls + count, total + size)
 
     for step in steps:
         if step.kind.startswith(("SEND", "RECV")):
@@ -68,14 +63,14 @@ def step_traffic(work: Workload, coordinates: Coordinates) -> dict[Message, Amou
     parameters = [parameter for stage in stages.values() for unit in stage.units for parameter in unit.parameters]
     local: dict[str, int] = {}
     for p in parameters:
-        shards = sharding.shards[p.sharers]
-        local[p.name] = sharding.rules.master * shard_elements(p, shards, coordinates.shards.get(p.sharers, 0) % shards)
+        size = sharding.shards[p.sharers]
+        local[p.name] = sharding.rules.master * shard_elements(p, size, shards.get(p.sharers, 0) % size)
     partial = sum(local[p.name] for p in parameters if p.partial)
     add("tp", "all_reduce", "partial gradients", min(partial, 1), partial)
     for name, holders in _copies(work, local).items():
         for kind in ("send", "receive"):
             add("pp", kind, "gradients of shared tables", holders - 1, local[name] * (holders - 1))
-    return {message: Amount(calls[message], sizes[message]) for message in calls}
+    return dict(amounts)
 
 
 _Call = tuple[str, str, int]  # group, kind, bytes

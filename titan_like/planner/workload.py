@@ -92,11 +92,6 @@ class Workload(NamedTuple):
         return ActivationCheckpoint(mode=self.recompute, every_n_layers=self.recompute_every)
 
     @property
-    def expert_shards(self) -> int:
-        """Processes of a replica that hold the same parts of the same experts, as in `Layout`."""
-        return self.shard * self.context * self.tensor // self.expert_tensor // self.expert
-
-    @property
     def has_experts(self) -> bool:
         """Whether any layer of the model has experts."""
         return getattr(self.model, "num_experts", 0) > 0

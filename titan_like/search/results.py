@@ -128,8 +128,7 @@ def calibration_rows(runs: Sequence[tuple[JobConfig, Row]], steps: int, gpu: str
 def draw(rows: Sequence[Row], path: Path) -> str | None:
     """Draw tokens per second against processes, a line for each tensor × pipeline degree with its best layouts.
 
-    Returns:
-        Why there is no picture, if there is none.
+    Returns why there is no picture, if there is none.
     """
     if not can_draw():
         return "no picture of the throughput: it needs matplotlib (pip install 'titan_like[plot]')"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import ConfigError, require
+from titan_like.config.load import edit
 from titan_like.config.monitoring import Checkpoint, Evaluation, Metrics, Profiling
 from titan_like.config.schema import JobConfig, LRScheduler
 from titan_like.train.environment import environment_number
@@ -68,8 +69,8 @@ class Place:
         each, limit = self.per_node or processes, (self.per_node or processes) * max(1, len(self.hosts))
         available = f"the Slurm job has {len(self.hosts)} nodes of {each}" if self.hosts else f"there are {each} GPUs"
         require(processes <= limit, "--processes", processes, f"{available}; use at most {limit}")
-        if processes > each and processes % each:
-            raise ConfigError("--processes", processes, f"does not fill whole nodes; use a multiple of {each}")
+        reason = f"does not fill whole nodes; use a multiple of {each}"
+        require(processes <= each or processes % each == 0, "--processes", processes, reason)
 
     def command(self, processes: int, settings: list[str], number: int, plan: Plan) -> list[str]:
         """The command of a trial. ``number`` differs, so that no Slurm step meets at the port of the one before."""
@@ -112,18 +113,12 @@ def settings_of(config: JobConfig) -> list[str]:
 def measured(config: JobConfig, steps: int, folder: str) -> list[str]:
     """The arguments of a run as it is measured: this many steps, and nothing besides training."""
     length = {"steps": steps, "samples": None, "tokens": None, "epochs": None, "batch_size_rampup": None}
-    plain = {
-        "model": config.model.model_copy(update={"from_": None}),
-        "job": config.job.model_copy(update={"dump_folder": folder, "dry_run": False, "description": ""}),
-        "training": config.training.model_copy(update=length),
-        "lr_scheduler": LRScheduler(decay="constant"),
-        "health": config.health.model_copy(update={"loss_spike_action": "skip"}),  # the other needs checkpoints
-        "metrics": Metrics(log_interval=steps),
-        "checkpoint": Checkpoint(),
-        "evaluation": Evaluation(),
-        "profiling": Profiling(),
-    }
-    return settings_of(config.model_copy(update=plain))
+    values: dict[str, Any] = {f"training.{name}": value for name, value in length.items()} | {"model.from_": None}
+    values |= {"job.dump_folder": folder, "job.dry_run": False, "job.description": ""}
+    values["health.loss_spike_action"] = "skip"  # the other needs checkpoints
+    plain = {"lr_scheduler": LRScheduler(decay="constant"), "metrics": Metrics(log_interval=steps)}
+    plain |= {"checkpoint": Checkpoint(), "evaluation": Evaluation(), "profiling": Profiling()}
+    return settings_of(edit(config, values).model_copy(update=plain))
 
 
 def run_trial(folder: Path, config: JobConfig, processes: int, place: Place, plan: Plan, number: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def add_options(parser: OptionParser) -> None:
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Fit a profile and describe it."""
     require(not settings, "command line", " ".join(settings), "calibrate takes no settings of a run")
-    check_scipy()
+    require(find_spec("scipy"), "command line", "calibrate", 'needs scipy; pip install "titan_like[calibrate]"')
     start = load_profile(options.profile)
     read, left_out = read_rows(options.points)
     rows, useless = usable(read, start)
@@ -66,12 +66,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     }
     files = {Path(options.out): profile_to_toml(fitted.profile)} if options.out else {}
     return Outcome("\n".join(lines), result, files=files)
-
-
-def check_scipy() -> None:
-    """Refuse to fit without scipy."""
-    hint = 'needs scipy; pip install "titan_like[calibrate]"'
-    require(find_spec("scipy") is not None, "command line", "calibrate", hint)
 
 
 def log_errors(rows: Sequence[Row], profile: Profile) -> np.ndarray:
@@ -160,8 +154,8 @@ def usable(rows: Sequence[Row], profile: Profile) -> tuple[list[Row], list[str]]
             if is_builtin(profile.device):
                 find_device(row.gpu)  # raises ConfigError
             row.adapted(profile).device.peak_flops(row.work.dtype)  # raises ConfigError
-            if row.work.num_gpus > 1 and not profile.node_bandwidth:
-                raise ConfigError("gpus", row.work.num_gpus, f"{profile.name} knows nothing of links between processes")
+            reason = f"{profile.name} knows nothing of links between processes"
+            require(row.work.num_gpus == 1 or profile.node_bandwidth, "gpus", row.work.num_gpus, reason)
             kept.append(row)
         except ConfigError as error:
             left_out.append(f"{row.model}: {error}")

@@ -15,10 +15,11 @@ from titan_like.config import ConfigError, JobConfig
 from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser
+from titan_like.metrics.console import ProgressLines
 from titan_like.models.registry import model_config
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described
-from titan_like.planner.commands.outcome import Outcome, Progress, add_price, add_profile, length, read_run, sized
+from titan_like.planner.commands.outcome import Outcome, add_options_of_searches, length, read_run, sized
 from titan_like.planner.memory import largest_memory, usable_bytes
 from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.profile import Profile
@@ -47,18 +48,14 @@ Show = Callable[[str], None]  # called with a line of progress
 
 def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
-    parser.description = (
-        f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
-    )
-    add_profile(parser)
-    add_price(parser)
+    add_options_of_searches(parser, __doc__)
 
 
 def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     """Find the largest models and the fewest nodes. The exit status is 1 if the run's model fits on none."""
     config, profile, tokens = read_run(options, settings)
     fixed = frozenset(parse_overrides(settings)) & {*SEARCHED, STAGE_SIZES}
-    show, per_node = Progress(), config.cluster.gpus_per_node
+    show, per_node = ProgressLines(), config.cluster.gpus_per_node
     if per_node is None:
         is_known = profile is not None or config.cluster.profile is not None
         require(is_known, "cluster.gpus_per_node", None, "say how many GPUs a node has")

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,6 @@ from titan_like.planner.predict import FLOAT8_NOTE, Forecast
 from titan_like.planner.profile import Profile, load_profile
 from titan_like.train.memory import memory_hints
 
-SECONDS_PER_DAY = 86400
-_SECONDS_OF_SILENCE = 2.0
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -30,20 +26,6 @@ class Outcome:
     json: dict[str, Any]  # what --json writes
     status: int = 0  # exit status
     files: dict[Path, str] = field(default_factory=dict)  # texts to write to files
-
-
-class Progress:
-    """Prints progress on stderr once something takes longer than a moment."""
-
-    def __init__(self) -> None:
-        self._printed = time.monotonic()
-
-    def __call__(self, message: str) -> None:
-        """Print a line, unless the last one is too recent."""
-        now = time.monotonic()
-        if now - self._printed > _SECONDS_OF_SILENCE:
-            self._printed = now
-            print(message, file=sys.stderr, flush=True)
 
 
 def add_profile(parser: OptionParser) -> None:
@@ -57,6 +39,14 @@ def add_price(parser: OptionParser) -> None:
     """Add the options for the days and the cost of the whole run."""
     parser.add_number("--tokens", float, least=1, most=1e18, help="tokens to train on (default: the run's)")
     parser.add_number("--price", float, least=0, most=1e9, help="price of one GPU for one hour")
+
+
+def add_options_of_searches(parser: OptionParser, purpose: str | None) -> None:
+    """Add the options that `search` and `capacity` share, and what both do with a layout to their help."""
+    hint = "The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
+    parser.description = f"{purpose} {hint}"
+    add_profile(parser)
+    add_price(parser)
 
 
 def read_run(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfig, Profile | None, float | None]:
@@ -97,7 +87,7 @@ def days_of(
     With a ``forecast`` of the rate, also the days between which nine of ten runs take.
     """
     seconds = tokens / tokens_per_second
-    days, hours = seconds / SECONDS_PER_DAY, seconds / 3600 * num_gpus
+    days, hours = seconds / 86400, seconds / 3600 * num_gpus
     figures = {"days": days, "gpu_hours": hours} | ({} if price is None else {"cost": hours * price})
     if forecast is not None:
         low, high = (days * limit / forecast.time.total for limit in (forecast.seconds_low, forecast.seconds_high))

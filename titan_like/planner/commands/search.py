@@ -9,20 +9,10 @@ from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser, as_installed
 from titan_like.config.paths import to_toml
+from titan_like.metrics.console import ProgressLines
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
-from titan_like.planner.commands.outcome import (
-    Outcome,
-    Progress,
-    add_price,
-    add_profile,
-    billions,
-    gpus,
-    length,
-    read_run,
-    sized,
-    toml_option,
-)
+from titan_like.planner.commands import outcome
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import Forecast, forecast
 from titan_like.planner.search import Candidate, Counts, SearchResult, search
@@ -33,22 +23,19 @@ _TOO_LARGE_SHOWN = 3
 
 def add_options(parser: OptionParser) -> None:
     """Add the options that are not settings of the run."""
-    parser.description = (
-        f"{__doc__} The layout in the run's file is chosen anew; any --section.key on this command line stays as it is."
-    )
-    add_profile(parser)
-    add_price(parser)
+    outcome.add_options_of_searches(parser, __doc__)
     text = "parameters: the run's flavor scaled to about this many, with the depth of its family"
     parser.add_number("--params", float, least=1, most=1e18, metavar="30e9", help=text)
     text = "GPUs of the job (default: the run's cluster)"
     parser.add_number("--gpus", int, least=1, most=1_000_000, help=text)
     parser.add_number("--top", int, least=1, default=10, help="combinations of tensor and pipeline degree to show")
-    parser.add_path("--out", "where to write the run in its best layout, to train from", "FILE.toml", type=toml_option)
+    text = "where to write the run in its best layout, to train from"
+    parser.add_path("--out", text, "FILE.toml", type=outcome.toml_option)
 
 
-def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
+def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     """Search and describe the best layouts."""
-    config, profile, tokens = read_run(options, settings)
+    config, profile, tokens = outcome.read_run(options, settings)
     given = frozenset(parse_overrides(settings))
     fixed = given & {*SEARCHED, STAGE_SIZES}
     if options.params is not None:
@@ -62,29 +49,30 @@ def run(options: argparse.Namespace, settings: list[str]) -> Outcome:
     if options.profile:  # the layout found is then predicted and trained with the same profile
         path = Path(options.profile)
         config = edit(config, {"cluster.profile": str(path.resolve()) if path.is_file() else options.profile})
-    show = Progress()
+    show = ProgressLines()
 
     def report(counts: Counts) -> None:
         show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")
 
     result = search(config, options.gpus, profile, fixed, options.top, report)
     prediction = forecast(result.best.work, result.profile)
-    layouts, (days_text, days) = reasons(result), length(prediction, tokens, options.price)
-    notes = [*([sized(result.space.model)] if options.params else []), *summary(result, prediction)]
+    layouts, (days_text, days) = reasons(result), outcome.length(prediction, tokens, options.price)
+    notes = [*([outcome.sized(result.space.model)] if options.params else []), *summary(result, prediction)]
     ends = [f"the best layout{days_text}"] if days else []
     text = "\n".join([*notes, "", *table(result.best, *layouts), *ends])
     files = {}
     if options.out:
         best, count, path = result.config, result.space.num_gpus, Path(options.out)
+        on_gpus = outcome.gpus(count)
         if "job.description" not in given:
-            size = billions(result.space.model.num_parameters())
-            about = f"{best.model.family} {best.model.flavor}, {size} parameters, {gpus(count)}"
+            size = outcome.billions(result.space.model.num_parameters())
+            about = f"{best.model.family} {best.model.flavor}, {size} parameters, {on_gpus}"
             best = edit(best, {"job.description": about})
-        head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {gpus(count)}:"]
+        head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {on_gpus}:"]
         for line in [*notes, *ends]:
             head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
         files[path] = run_as_toml(best, count, path, head)
-    return Outcome(text, {"search": as_dict(result, *layouts) | days}, files=files)
+    return outcome.Outcome(text, {"search": as_dict(result, *layouts) | days}, files=files)
 
 
 def summary(result: SearchResult, prediction: Forecast) -> list[str]:
@@ -96,9 +84,9 @@ def summary(result: SearchResult, prediction: Forecast) -> list[str]:
     return [
         described(prediction.work),
         f"predicted: {prediction}",
-        f"{which} of {counts.valid:,} valid layouts on {gpus(result.space.num_gpus)}; {counts.too_large:,} of them are "
-        f"known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the others "
-        f"are slower{slices}",
+        f"{which} of {counts.valid:,} valid layouts on {outcome.gpus(result.space.num_gpus)}; {counts.too_large:,} of "
+        f"them are known not to fit ({100 * MEMORY_MARGIN:.0f} % of the memory is kept free), and bounds show that the "
+        f"others are slower{slices}",
     ]
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from titan_like.config.errors import ConfigError, require
+from titan_like.config.errors import blamed_on, require
 from titan_like.config.options import OptionParser
 from titan_like.metrics import timeline_report as report
 from titan_like.metrics.step_timeline import StepTimeline, chrome_trace, read_trace
@@ -73,19 +73,16 @@ def ends_of(work: Workload, profile: Profile, whole: StepTimeline) -> tuple[Step
     shown = m - rounds * p
     step = timeline(work._replace(global_batch_size=shown * work.micro_batch_size * work.data_parallel), profile)
     for number, event in enumerate(step.passes):
-        if event.action.microbatch >= p:
-            later = event.action._replace(microbatch=event.action.microbatch + rounds * p)
-            step.passes[number] = event._replace(action=later)
+        if (microbatch := event.action.microbatch) >= p:
+            step.passes[number] = event._replace(action=event.action._replace(microbatch=microbatch + rounds * p))
     duration = report.milliseconds((whole.seconds - step.seconds) / rounds)
     return step, f"left out: {rounds} rounds of {p} after microbatch {p - 1}, which take {duration} ms each"
 
 
 def measured_timeline(path: str, predicted: StepTimeline) -> StepTimeline:
     """Read a timeline; a `ConfigError` if it is none of the same pipeline."""
-    try:
+    with blamed_on("--measured", path, after="; give a step-N.json that the trainer wrote"):
         step = read_trace(Path(path))
-    except ValueError as error:
-        raise ConfigError("--measured", path, f"{error}; give a step-N.json that the trainer wrote") from None
     given, expected = (report.headline(candidate).split(";")[0] for candidate in (step, predicted))
     require(given == expected, "--measured", path, f"has {given}; the run has {expected}")
     return step

@@ -67,13 +67,11 @@ class TraceKey(NamedTuple):
 def _one_of_each(model: TransformerConfig, dropout: bool) -> TransformerConfig:
     """One object for all depths, so that keys are compared quickly."""
     small = model.one_of_each()
-    changes = {} if dropout or not getattr(small, "dropout", 0) else {"dropout": 0.0}
-    return _known(small.model_copy(update=changes))
+    small = small if dropout or not getattr(small, "dropout", 0) else small.model_copy(update={"dropout": 0.0})
+    return _MODELS.setdefault(small, small)
 
 
-@cache
-def _known(model: TransformerConfig) -> TransformerConfig:
-    return model
+_MODELS: dict[TransformerConfig, TransformerConfig] = {}
 
 
 @cache

@@ -21,8 +21,7 @@ class Event(NamedTuple):
     repeats: bool = False  # while a backward pass repeats operators of the forward pass
 
 
-View = tuple[int, ...]
-"""Offset and shape of a tensor in its storage."""
+View = tuple[int, ...]  # offset and shape of a tensor in its storage
 
 
 class Storages(NamedTuple):
@@ -36,10 +35,7 @@ class Storages(NamedTuple):
 
 
 def events_as_compiled(
-    events: list[Event],
-    compiled: Collection[int],
-    storages: Storages,
-    offloaded: Mapping[int, Iterable[int]],
+    events: list[Event], compiled: Collection[int], storages: Storages, offloaded: Mapping[int, Iterable[int]]
 ) -> tuple[list[Event], dict[int, list[int]]]:
     """The events, with some segments' events changed to what they are if a compiler makes a graph of each pass.
 

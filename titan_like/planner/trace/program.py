@@ -15,7 +15,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
-PASSES = ("forward", "backward", "weights")
 HOST = "host"  # the group of a `Collective` that is a copy to or from the host's memory
 EXPERTS_END = -1  # in place of an event's storage: the backward pass of a layer's experts is over
 
@@ -156,7 +155,7 @@ class Segment:
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
-        """The passes, in the order of `PASSES`."""
+        """The passes, in the order of their fields."""
         return self.forward, self.backward, self.weights
 
     @cached_property
@@ -178,11 +177,6 @@ class Segment:
     def offloaded(self) -> int:
         """Bytes that a layer moves to the host's memory."""
         return sum(size for (_, group, _), (_, size) in self.forward.collectives.items() if group == HOST)
-
-    @cached_property
-    def forward_peak(self) -> int:
-        """Most bytes of activations in the forward pass."""
-        return max((moment.activations for moment in self.forward.moments), default=0)
 
     @cached_property
     def elements(self) -> dict[str, int]:

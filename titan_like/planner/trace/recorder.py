@@ -198,9 +198,8 @@ class Recorder(TorchDispatchMode):
         group, number = self._fused[-1], len(self._fused) - 1
         reads = {self.number_of(tensor): _bytes(tensor) for tensor in inputs}
         writes = {self.number_of(tensor): _bytes(tensor) for tensor in outputs}
-        self.current.eager_bytes = _plus(
-            self.current.eager_bytes, sum(reads.values()) + sum(writes.values()), recomputed
-        )
+        moved = sum(reads.values()) + sum(writes.values())
+        self.current.eager_bytes = _plus(self.current.eager_bytes, moved, recomputed)
         for storage, size in reads.items():
             if storage not in group.writes:
                 group.reads[storage] = max(size, group.reads.get(storage, 0))

@@ -52,13 +52,6 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-class _WithoutDataParallel:
-    """Stands in for `DataParallel`, which only repeats over parameters what a trace lists once."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
 def run_trace(key: TraceKey) -> Program:
     """Trace one microbatch on the first process of the smallest layout with the key's degrees."""
     shard = key.expert // gcd(key.expert, key.context * key.tensor // key.expert_tensor)
@@ -74,7 +67,8 @@ def run_trace(key: TraceKey) -> Program:
         mesh = build_mesh(layout, "cpu")
         with parts.WithoutInit():
             config = _config(key, layout)
-            tuning, without_data_parallel = Tuning(layers_on_device=0), cast(Any, _WithoutDataParallel)
+            # Data parallelism only repeats over parameters what a trace lists once.
+            tuning, without_data_parallel = Tuning(layers_on_device=0), cast(Any, lambda *_: None)
             recipe = Recipe(config, key.model, mesh, torch.device("cpu"), tuning, without_data_parallel)
             stages, expert_mesh = build_stages(recipe, splits)
         if key.splits_backward:
