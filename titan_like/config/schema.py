@@ -307,8 +307,8 @@ class Compile(Section):
     enable: bool = option(False, "compile the model, as compile.scope says")
     scope: Literal["auto", "layers", "model"] = option(
         "auto",
-        "layers: a graph for each layer; model: one graph from the embedding to the loss; auto: model on one process if "
-        "it compiles in about a minute, else layers",
+        "layers: a graph for each layer; model: one graph from the embedding to the loss; auto: model on one process "
+        "if it compiles in about a minute, else layers",
     )
     cudagraphs: bool = option(False, "launch a step as one CUDA graph: for one process whose host cannot keep up")
 

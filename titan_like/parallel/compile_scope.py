@@ -36,5 +36,5 @@ def needs_layers(config: JobConfig, layout: Layout) -> Iterator[tuple[bool, str]
 
 
 def compile_seconds(scope: Literal["layers", "model"], num_layers: int) -> int:
-    """CPU seconds that the first step compiles with empty caches, in tens, by a fit to GPT and Llama on a 2-core CPU."""
+    """CPU seconds that the first step compiles with empty caches, as measured for GPT and Llama without a GPU."""
     return 30 if scope == "layers" else round(2.6 + 0.17 * num_layers) * 10
