@@ -28,7 +28,8 @@ def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
     if isinstance(fields, _ARRAYS):
         return function(fields)
     if isinstance(fields, tuple):
-        return type(fields)(*[x if x is None else map_tensors(function, x) for x in fields])
+        kind: Any = type(fields)
+        return kind(*[x if x is None else map_tensors(function, x) for x in fields])
     return fields
 
 

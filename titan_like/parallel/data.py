@@ -82,9 +82,9 @@ class DataParallel:
                 reduce_dtype=None if full_precision else getattr(torch, config.training.reduce_dtype),
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
-            units = units_of(model, of_dense, of_experts, dtype, tuning.layer_bytes)
+            wrapped = units_of(model, of_dense, of_experts, dtype, tuning.layer_bytes)
             # Where one graph has all layers, no hook runs between them: the model is one unit.
-            _wrap(model, units[-1:] if isinstance(model, Compiled) else units, zero_stage, policy)
+            _wrap(model, wrapped[-1:] if isinstance(model, Compiled) else wrapped, zero_stage, policy)
         else:  # full precision needs no master copy, so gradients can be summed in place
             layers = _layer_units(model, dtype, tuning.layer_bytes)
             experts = [_parameters(_experts_in(unit)) if of_experts else [] for unit in layers]
