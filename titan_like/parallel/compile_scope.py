@@ -18,7 +18,7 @@ def compile_scope(config: JobConfig, model: TransformerConfig, layout: Layout) -
         return config.compile.scope
     is_small = len(model.layer_kinds) <= MOST_LAYERS and model.num_parameters() <= MOST_PARAMETERS
     is_our_own = all(kind.__module__.startswith("titan_like.") for kind in (type(model), *model.named_classes))
-    fits = is_small and is_our_own and layout.num_processes == 1 and not config.float8.enable
+    fits = is_small and is_our_own and layout.num_processes == 1
     return "model" if fits and not any(applies for applies, _ in needs_layers(config, layout)) else "layers"
 
 
@@ -32,6 +32,7 @@ def needs_layers(config: JobConfig, layout: Layout) -> Iterator[tuple[bool, str]
     shards = parallelism.zero_stage >= 2 and layout.num_processes > 1
     yield shards, f"does not support ZeRO {parallelism.zero_stage}, which communicates between layers"
     yield section.mode == "budget", 'does not support activation_checkpoint.mode = "budget", a share of each layer'
+    yield config.float8.enable, "does not support float8.enable"
     yield section.offload, "does not support activation_checkpoint.offload, which works between layers"
 
 
