@@ -1,4 +1,7 @@
-"""Nothing is compiled again after the second step. `test_layout_matrix` has the gradients of compiled layers."""
+"""Nothing is compiled again after the second step, and one graph of a model computes what its layers do.
+
+`test_layout_matrix` has the gradients of compiled layers.
+"""
 
 import shutil
 from types import SimpleNamespace
@@ -22,6 +25,9 @@ from titan_like.verify.watch import steps_alone
 SETTINGS = sizes(32, 2, 8, 6) | {"model.overrides": {"num_layers": 2}, "training.dtype": "bfloat16"}
 SETTINGS |= {"data.reset_position_ids": True, "data.reset_attention_mask": True}
 SETTINGS |= {"compile.enable": True, "checkpoint.enable": False}
+SETTINGS |= {"compile.scope": "layers"}
+WHOLE = sizes(32, 2, 8, 6) | {"model.overrides": {"num_layers": 2}, "training.dtype": "float64", "training.steps": 2}
+WHOLE |= {"training.micro_batch_size": 2, "checkpoint.enable": False}
 SPLIT_EXPERTS = tensor(2, True) | {"parallelism.expert_tensor_parallel_degree": 2}
 
 
@@ -67,6 +73,19 @@ def float8_experts_in_one_graph(rank, folder):
     )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert worst(compiled.gradients, eager.gradients)[0] < bound()
+
+
+def whole_models_compute_the_same(rank, folder, layouts):
+    for layout in layouts:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        settings = WHOLE | {"compile.enable": True, "compile.scope": "model"} | layout
+        with traced_alone():
+            compiled = train_case(Case("", settings), folder)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, layout
+        eager = train_case(Case("", settings | {"compile.enable": False}), folder)
+        assert worst(compiled.gradients, eager.gradients)[0] < bound(), layout
+        assert worst(compiled.weights, eager.weights)[0] < bound(), layout
 
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -118,3 +137,26 @@ def test_float8_experts_compile(tmp_path):
 
 def test_layers_that_an_axis_alters_share_a_graph(tmp_path):
     launch(graphs_of_recomputed_experts, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        (1, [{"model.family": "llama", "activation_checkpoint.mode": "selective"}]),
+        (2, [{"parallelism.zero_stage": stage} for stage in (0, 1)]),
+        pytest.param(1, [{"model.family": family} for family in ("bert", "t5", "moe")], marks=pytest.mark.exhaustive),
+        pytest.param(
+            1,
+            [
+                {"model.family": "moe", "model.overrides": {"num_layers": 2, "mtp_layers": 1}},
+                {"model.family": "llama", "data.reset_attention_mask": True, "data.reset_position_ids": True},
+                {"model.family": "moe", "activation_checkpoint.mode": "experts"},
+            ],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["one process", "data parallel", "families", "more"],
+)
+def test_one_graph_of_a_model_computes_the_same(tmp_path, ranks, layouts):
+    base_config(tmp_path, {})
+    launch(whole_models_compute_the_same, ranks, tmp_path, layouts)

@@ -165,6 +165,9 @@ EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
 }
 if shutil.which("g++") or shutil.which("clang++"):  # which torch.compile needs on a CPU
     EXHAUSTIVE["compiled, sequence, recompute full"] = 2, COMPILED | tensor(2, True) | recompute("full")
+    MORE["compiled whole, zero 1"] = 2, COMPILED | zero(1) | {"compile.scope": "model"}
+    EXHAUSTIVE["compiled whole"] = 1, COMPILED
+    EXHAUSTIVE["compiled whole, data parallel"] = 2, COMPILED | {"compile.scope": "model"}
     EXHAUSTIVE["compiled, zero 3, recompute selective"] = 2, COMPILED | zero(3) | recompute("selective")
 
 

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from titan_like.config import ConfigError, load_config
+from titan_like.parallel.compile_scope import compile_scope
 from titan_like.train.rules import resolve_settings
 
 SHORT = {
@@ -113,6 +114,18 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --compile.cudagraphs=true --data.prefix_lm=true => prefixes (data.prefix_lm)
 1 --compile.cudagraphs=true --model.family=bert --model.overrides.sentence_head=pair \
 --data.sentence_objective=sentence_order => heads that predict tokens and pair
+# one graph for the whole model
+2 --compile.enable=true --compile.scope=model --parallelism.tensor_parallel_degree=2 \
+=> compile.scope = "model": does not support parallelism.tensor_parallel_degree = 2; set it to "auto" or "layers"
+2 --compile.enable=true --compile.scope=model --parallelism.pipeline_parallel_degree=2 => pipeline_parallel_degree = 2
+2 --compile.enable=true --compile.scope=model --parallelism.context_parallel_degree=2 => context_parallel_degree = 2
+2 --compile.enable=true --compile.scope=model --model.family=moe --parallelism.expert_parallel_degree=2 \
+=> expert_parallel_degree = 2
+2 --compile.enable=true --compile.scope=model --parallelism.zero_stage=2 => compile.scope ; ZeRO 2
+1 --compile.enable=true --compile.scope=model --activation_checkpoint.mode=full --activation_checkpoint.offload=true \
+=> compile.scope ; activation_checkpoint.offload
+1 --compile.enable=true --compile.scope=model --activation_checkpoint.mode=budget --activation_checkpoint.budget=0 \
+=> compile.scope ; "budget"
 # optimizers
 1 '--optimizer.betas=[0.9, 1.0]' => optimizer.betas ; below 1
 1 --optimizer.clip_threshold=0 => optimizer.clip_threshold
@@ -241,3 +254,22 @@ def test_what_rules_refuse(case: str) -> None:
         resolve_settings(load_config([*settings, *([] if has_length else ["--training.steps=1"])]), int(processes))
     assert all(word in str(error.value) for word in words.split(" ; ")), str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments", "scope"),
+    [
+        (1, [], "model"),
+        (1, ["--model.family=t5", "--model.flavor=debug"], "model"),
+        (1, ["--parallelism.zero_stage=3", "--activation_checkpoint.mode=full"], "model"),
+        (1, ["--model.flavor=gpt2_1558m"], "layers"),
+        (1, ["--activation_checkpoint.mode=full", "--activation_checkpoint.offload=true"], "layers"),
+        (2, [], "layers"),
+        (2, ["--compile.scope=model"], "model"),
+        (1, ["--data.reset_attention_mask=true"], "layers"),
+    ],
+)
+def test_small_models_on_one_process_are_one_graph(processes: int, arguments: list[str], scope: str) -> None:
+    config = load_config(["--training.steps=1", "--compile.enable=true", *arguments])
+    settings = resolve_settings(config, processes)
+    assert compile_scope(config, settings.model, settings.layout) == scope

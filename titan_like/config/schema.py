@@ -302,9 +302,14 @@ class ActivationCheckpoint(Section):
 
 
 class Compile(Section):
-    """torch.compile of the transformer layers."""
+    """torch.compile of the transformer layers, or of the whole model."""
 
-    enable: bool = option(False, "compile each transformer layer")
+    enable: bool = option(False, "compile the model, as compile.scope says")
+    scope: Literal["auto", "layers", "model"] = option(
+        "auto",
+        "layers: a graph for each layer; model: one graph from the embedding to the loss; auto: model on one process "
+        "if it compiles in about a minute, else layers",
+    )
     cudagraphs: bool = option(False, "launch a step as one CUDA graph: for one process whose host cannot keep up")
 
 

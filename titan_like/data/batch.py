@@ -18,15 +18,19 @@ from titan_like.models.layers.cross_entropy import IGNORED_LABEL
 
 _LABELS_OF = {"tokens": "labels", "mtp": "next_labels", "pair": "sample_labels", "choice": "sample_labels"}
 """The field with the labels of each head."""
+_ARRAYS = torch.Tensor, np.ndarray
 
 B = TypeVar("B", bound=Batch)
 
 
 def map_tensors(function: Callable[[Any], Any], fields: Any) -> Any:
     """Apply ``function`` to each tensor or NumPy array of a batch or a field."""
-    if isinstance(fields, torch.Tensor | np.ndarray):
+    if isinstance(fields, _ARRAYS):
         return function(fields)
-    return type(fields)(*(map_tensors(function, x) for x in fields)) if isinstance(fields, tuple) else fields
+    if isinstance(fields, tuple):
+        kind: Any = type(fields)
+        return kind(*[x if x is None else map_tensors(function, x) for x in fields])
+    return fields
 
 
 def collate(samples: Sequence[B]) -> B:
@@ -70,8 +74,8 @@ def num_labels(batch: Batch, heads: Sequence[str]) -> torch.Tensor:
     return torch.stack([(labels != IGNORED_LABEL).sum() for labels in labels_of_heads if labels is not None])
 
 
-def count_tokens(batch: Batch) -> torch.Tensor:
-    """Number of tokens that are not padding: int64, a scalar."""
+def count_tokens(batch: Batch) -> torch.Tensor | int:
+    """Number of tokens that are not padding: an int64 scalar on the device where padding is to be counted."""
     if batch.padding_mask is None:
-        return batch.tokens.new_full((), batch.tokens.numel())
+        return batch.tokens.numel()
     return (~batch.padding_mask).sum()

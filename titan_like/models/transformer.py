@@ -1,7 +1,6 @@
 """The base class of all families, which is the only interface to a model that the rest of the project uses."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -79,6 +78,7 @@ class Transformer(nn.Module):
         self.absent: frozenset[str] = frozenset()  # names of the modules that only other stages have
         self.sequence_shards = 1  # number of parts that sequence parallelism splits each sequence into between layers
         self.context_shards = 1  # number of CP shards of each sequence
+        self._cores: dict[str, AttentionCore] | None = None  # what `find_cores` has found
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict()
         self.norm: nn.Module = nn.Identity()
@@ -154,21 +154,22 @@ class Transformer(nn.Module):
     def masks(self, batch: Batch) -> dict[str, KeyRanges | None]:
         """The masks of layers whose attention has a window, a soft cap or sinks, by layer; one for all alike."""
         masks: dict[tuple[bool | int, ...], KeyRanges | None] = {}
-        for core in self._cores.values():
+        cores = self.find_cores() if self._cores is None else self._cores
+        for core in cores.values():
             if core.mask_settings not in masks:
                 size, seq_len = batch.tokens.shape
                 ranges = core.key_ranges(size, seq_len, batch.tokens.device, batch.document_mask)
                 masks[core.mask_settings] = ranges
-        return {name: masks[core.mask_settings] for name, core in self._cores.items()}
+        return {name: masks[core.mask_settings] for name, core in cores.items()}
 
-    @cached_property
-    def _cores(self) -> dict[str, AttentionCore]:
-        """An attention core of each layer whose cores are alike and need key ranges, by layer."""
+    def find_cores(self) -> dict[str, AttentionCore]:
+        """Find an attention core of each layer whose cores are alike and need key ranges, by layer, once for all."""
         cores_of_layers = {}
         for name, layer in self.layers.items():
             cores = [module for module in layer.modules() if isinstance(module, AttentionCore) and module.needs_ranges]
             if len({core.mask_settings for core in cores}) == 1:
                 cores_of_layers[name] = cores[0]
+        self._cores = cores_of_layers
         return cores_of_layers
 
     def predict(self, x: torch.Tensor, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -224,6 +224,7 @@ class InBlocks:
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `Update`."""
+        factor = None if factor is None else factor.to(self._blocks[0].scaled[0].dtype)
         for block in self._blocks:
             pieces = block.pieces  # whole ones are taken without a call for each
             parts = [gradients[p.member] if block.is_whole else p.of(gradients[p.member]) for p in pieces]
@@ -231,7 +232,7 @@ class InBlocks:
                 copy_all_(block.scaled, parts)
                 parts = block.scaled
             if factor is not None:
-                multiply_all_(parts, factor.to(parts[0].dtype))
+                multiply_all_(parts, factor)
             fused_adamw_(block.tensors, parts, block.settings, found_inf)
             if block.copies:
                 copies = [copy if block.is_whole else piece.of(copy) for piece, copy in block.copies]

@@ -22,7 +22,8 @@ from titan_like.models.layers.experts import mark_stacks
 from titan_like.models.registry import build_model
 from titan_like.parallel.activation_checkpoint import apply_activation_checkpoint
 from titan_like.parallel.collectives import Group
-from titan_like.parallel.compile import compile_layers
+from titan_like.parallel.compile import compile_layers, compile_whole
+from titan_like.parallel.compile_scope import compile_scope
 from titan_like.parallel.context import apply_context_parallel
 from titan_like.parallel.cuda_graph import GraphedModel
 from titan_like.parallel.data import DataParallel, shares_nothing
@@ -152,14 +153,17 @@ def build_stage(
     # A compiled layer's backward pass cannot be split. Zero-bubble schedules still run then, but gain nothing.
     splits_backward = layout.schedule in SPLIT_BACKWARD and not config.compile.enable
     weight_gradients = defer_weight_gradients(module) if splits_backward else None
+    compiles_whole = config.compile.enable and compile_scope(config, recipe.model, layout) == "model"
     # Full recomputation wraps the compiled layer: torch cannot compile recomputation and DTensors together.
-    recomputes_whole_layers = config.activation_checkpoint.mode == "full"
-    if not recomputes_whole_layers:
+    recomputes_compiled_layers = config.activation_checkpoint.mode == "full" and not compiles_whole
+    if not recomputes_compiled_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
-    if config.compile.enable:
+    if compiles_whole:
+        compile_whole(module)
+    elif config.compile.enable:
         # Split experts exchange rows outside of graphs.
         compile_layers(module, config.activation_checkpoint, fullgraph=expert_mesh is None)
-    if recomputes_whole_layers:
+    if recomputes_compiled_layers:
         apply_activation_checkpoint(module, config.activation_checkpoint)
     if config.activation_checkpoint.offload:
         offload_activations(module, device, tuning)

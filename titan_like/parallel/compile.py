@@ -1,4 +1,4 @@
-"""Compiling layers: one graph for all layers of a kind. Communication hooks stay outside of it.
+"""Compiling the whole model, or layers: one graph for all layers of a kind. Communication hooks stay outside of it.
 
 Where ranks exchange rows of experts, there are a few: before, between and after, of which that between takes any number
 of rows.
@@ -18,12 +18,12 @@ from titan_like.torch_private import inductor_within, mark_dynamic
 
 
 class Compiled(nn.Module):
-    """Extends a layer whose forward pass is compiled."""
+    """Extends a layer, or a whole model, whose forward pass is compiled."""
 
     compiled: Callable[..., Any]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """As the layer itself."""
+        """As the module itself."""
         return self.compiled(*inputs, **named)
 
 
@@ -36,6 +36,15 @@ def compile_layers(model: Transformer, section: ActivationCheckpoint, fullgraph:
             if isinstance(module, SplitExperts):
                 module.compute = _for_any_rows(module.compute, backend)  # type: ignore[method-assign]
         extend(layer, Compiled, compiled=torch.compile(layer.forward, fullgraph=fullgraph, **backend))
+
+
+def compile_whole(model: Transformer) -> None:
+    """Compile a whole model, from the embedding to the loss, as one graph when it first runs.
+
+    Gradients then come all together, at the end of the backward pass.
+    """
+    model.find_cores()
+    extend(model, Compiled, compiled=torch.compile(model.forward, fullgraph=True))
 
 
 def _for_any_rows(function: Callable[..., torch.Tensor], backend: dict[str, Any]) -> Callable[..., torch.Tensor]:

@@ -26,6 +26,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.models.layers.experts import Experts
 from titan_like.models.transformer import Transformer
 from titan_like.optim.shards import local
+from titan_like.parallel.compile import Compiled
 from titan_like.parallel.gradients import ComputeCopies, GradientAllReduce
 from titan_like.parallel.mesh import one_dimension
 from titan_like.parallel.split import units_of_layers
@@ -81,7 +82,9 @@ class DataParallel:
                 reduce_dtype=None if full_precision else getattr(torch, config.training.reduce_dtype),
                 cast_forward_inputs=False,  # rotary tables and masks are float32 on purpose
             )
-            _wrap(model, units_of(model, of_dense, of_experts, dtype, tuning.layer_bytes), zero_stage, policy)
+            wrapped = units_of(model, of_dense, of_experts, dtype, tuning.layer_bytes)
+            # Where one graph has all layers, no hook runs between them: the model is one unit.
+            _wrap(model, wrapped[-1:] if isinstance(model, Compiled) else wrapped, zero_stage, policy)
         else:  # full precision needs no master copy, so gradients can be summed in place
             layers = _layer_units(model, dtype, tuning.layer_bytes)
             experts = [_parameters(_experts_in(unit)) if of_experts else [] for unit in layers]

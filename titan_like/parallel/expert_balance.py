@@ -56,7 +56,6 @@ class ExpertBalance:
         if self.routers:
             self.loss_factor.fill_(loss_scale / num_tokens)
 
-    @torch.no_grad()
     def finish(self, skip: torch.Tensor) -> torch.Tensor:
         """Call this after a step's passes: update loads and biases, unless ``skip`` (bool, a scalar).
 
@@ -65,6 +64,10 @@ class ExpertBalance:
         """
         if not self.is_of_model:
             return torch.empty(0, dtype=torch.float64, device=skip.device)
+        return self._finish(skip)
+
+    @torch.no_grad()
+    def _finish(self, skip: torch.Tensor) -> torch.Tensor:
         losses = torch.zeros(4, dtype=torch.float64, device=skip.device)  # summed over layers; entropies; layers
         extremes = torch.full_like(losses[:2], -math.inf)
         if self.routers:

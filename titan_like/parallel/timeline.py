@@ -5,7 +5,7 @@ On a GPU they are CUDA events, recorded between kernels and read after the step,
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from titan_like.parallel.schedules.simulate import Event
 from titan_like.parallel.schedules.tables import Action
 
+_UNTIMED = nullcontext()
 _MEETINGS = 16  # collectives to compare the ranks' clocks with: the tightest bounds count
 
 
@@ -119,12 +120,14 @@ class TimedPasses:
     num_actions = 0  # which grow as long as there is progress
     timeline: Timeline | None = None
 
-    @contextmanager
-    def timed(self, step: Action) -> Iterator[None]:
+    def timed(self, step: Action) -> AbstractContextManager[None]:
         """For the time of a pass."""
         self.num_actions += 1
-        if self.timeline is not None:
-            self.timeline.start(step)
-        yield
-        if self.timeline is not None:
-            self.timeline.stop(step)
+        return _UNTIMED if self.timeline is None else _timed_by(self.timeline, step)
+
+
+@contextmanager
+def _timed_by(timeline: Timeline, step: Action) -> Iterator[None]:
+    timeline.start(step)
+    yield
+    timeline.stop(step)

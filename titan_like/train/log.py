@@ -14,6 +14,7 @@ from titan_like.metrics.hardware import device_name, memory_bytes, peak_memory_b
 from titan_like.metrics.record import StepRecord, named_losses
 from titan_like.metrics.writers import RunEnd, Writer, build_writers, go_back
 from titan_like.optim.schedule import describe_warmup
+from titan_like.parallel.compile_scope import compile_scope, compile_seconds
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.lora import adapter_parameters
 from titan_like.train.pending_step import PendingStep, StepValues
@@ -42,7 +43,9 @@ def start_messages(run: Run, state: TrainingState) -> Iterator[str]:
     if message := dataset.described(training.micro_batch_size, run.layout.data_parallel):
         yield message
     if config.compile.enable:
-        yield "compiling the layers takes about half a minute the first time"
+        scope, num_layers = compile_scope(config, run.model, run.layout), len(run.model.layer_kinds)
+        part = "the layers" if scope == "layers" else f"the model as one graph of {num_layers} layers"
+        yield f"compiling {part} takes about {compile_seconds(scope, num_layers)} s the first time"
 
 
 class RunLog:

@@ -1,7 +1,9 @@
 """The microbatches that a process trains or validates on, and counts over the global batch."""
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import islice
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -26,10 +28,10 @@ def take_microbatches(
 
 
 class BatchCounts(NamedTuple):
-    """Counts over the global batch, float64."""
+    """Counts over the global batch; tensors are float64."""
 
     labels: torch.Tensor  # [predictions]
-    tokens: torch.Tensor  # that are not padding
+    tokens: torch.Tensor | int  # that are not padding
     pairs: torch.Tensor  # of a query and a key that document masks leave in all layers; 0 without masks
 
 
@@ -37,13 +39,17 @@ def count_global_batch(
     batches: Sequence[Batch], model: TransformerConfig, group: dist.ProcessGroup, cp_shard: CPShard
 ) -> BatchCounts:
     """Count a step's microbatches and sum over ``group``: the ranks with other samples or other CP shards."""
-    labels = torch.stack([num_labels(batch, model.predictions) for batch in batches]).sum(0)
-    tokens = torch.stack([count_tokens(batch) for batch in batches]).sum()
+    labels = reduce(add, [num_labels(batch, model.predictions) for batch in batches])
+    tokens = reduce(add, [count_tokens(batch) for batch in batches])
     masks = [mask for batch in batches if (mask := batch.document_mask) is not None]
-    pairs = sum([visible_pairs(model, mask) for mask in masks], torch.zeros_like(tokens))
-    counts = torch.cat((labels, tokens[None], pairs[None]))
+    pairs = labels.new_zeros((), dtype=torch.float64)
+    for mask in masks:
+        pairs = pairs + visible_pairs(model, mask)
     if group.size() > 1:
+        tokens = labels.new_full((), tokens) if isinstance(tokens, int) else tokens
+        counts = torch.cat((labels, tokens[None], pairs[None]))
         dist.all_reduce(counts, group=group)
-    *_, tokens, pairs = counts.double()
-    whole_masks = cp_shard.size if cp_shard.method == "ulysses" else 1  # each CP rank has all of them
-    return BatchCounts(counts[:-2].double(), tokens, pairs / whole_masks)
+        labels, tokens, pairs = counts[:-2], counts[-2], counts[-1]
+    if cp_shard.method == "ulysses":  # each CP rank has all masks
+        pairs = pairs / cp_shard.size
+    return BatchCounts(labels.double(), tokens if isinstance(tokens, int) else tokens.double(), pairs.double())

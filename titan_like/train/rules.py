@@ -21,6 +21,7 @@ from titan_like.models.config import NUM_OPTIONS, TransformerConfig, has_experts
 from titan_like.models.registry import model_config
 from titan_like.optim.registry import check_optimizer
 from titan_like.optim.schedule import check_decay, schedule_length
+from titan_like.parallel.compile_scope import needs_layers
 from titan_like.parallel.layout import Layout, resolve_layout
 from titan_like.train.environment import number_of_processes
 from titan_like.train.layout_rules import (
@@ -79,7 +80,7 @@ def broken_rules(config: JobConfig, model: TransformerConfig | None, layout: Lay
         of_model = _check_compile, _check_masks, _check_tasks, _check_sentences, _check_experts, _check_recomputation
         rules += [partial(check, config, model) for check in (*of_model, _check_lora)]
     if layout is not None:
-        rules += [partial(check, config, layout) for check in (_check_batches, _check_ranks)]
+        rules += [partial(check, config, layout) for check in (_check_batches, _check_ranks, _check_compile_scope)]
     if model is not None and layout is not None:
         splits = check_tensor_parallel, check_expert_parallel, check_context_parallel, check_pipeline, check_sequence
         rules += [partial(check, config, model, layout) for check in (_check_cudagraphs, *splits)]
@@ -218,6 +219,13 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
          'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'),
         (compiles and getattr(model, "dropout", 0) > 0 and not layout.sequence_parallel, "compile.enable",
          "needs sequence parallelism with tensor parallelism and dropout; set sequence_parallel to true"))  # fmt: skip
+
+
+def _check_compile_scope(config: JobConfig, layout: Layout) -> None:
+    """Refuse one graph for the whole model where something has to work between layers."""
+    for applies, reason in needs_layers(config, layout) if config.compile.enable else ():
+        refused = config.compile.scope == "model" and applies
+        require(not refused, "compile.scope", "model", f'{reason}; set it to "auto" or "layers"')
 
 
 def _check_recomputation(config: JobConfig, model: TransformerConfig) -> None:

@@ -4,7 +4,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -61,6 +61,7 @@ class Trainer:
         self.mesh = mesh = build_mesh(layout, run.device.type)
         # The ranks with other samples, or with other CP shards of the same samples.
         self.token_group = one_dimension(mesh, "dp", "dp_replicate", "dp_shard").get_group()
+        self.num_processes = layout.num_processes
         self.dp_rank, self.dp_size = layout.data_rank(rank), layout.data_parallel
         self.cp_shard = cp_shard_of(config, run.model, mesh)
         self.dropout_stream = dropout_stream(layout, rank)
@@ -69,6 +70,10 @@ class Trainer:
         self.model = model = self.pipeline.model
         self.experts = ExpertBalance(model, mesh)
         self.loss_dtype = torch.promote_types(getattr(torch, config.training.dtype), torch.float32)
+        self.coefficients = torch.tensor(run.model.coefficients, dtype=torch.float64, device=run.device)
+        # Of `StepValues`, those from spike to is_saving, as they are in most steps.
+        self.usual_values = torch.tensor([0.0, 1.0, math.nan, 0.0, 0.0], dtype=torch.float64, device=run.device)
+        self.stages_group = mesh.get_group("pp")
         self.partial_parameters = [p for stage in model.stages for p in partial_parameters(stage.module)]
         self.gradients_held = Gradients(model.parameters(), mesh, model.expert_mesh)
         self.gradients_counted = Gradients(model.counted_parameters(), mesh, model.expert_mesh)
@@ -153,8 +158,8 @@ class Trainer:
         # The loss is a weighted sum of means over the global batch's labels, one for each of the model's predictions.
         # Counting labels first lets every microbatch divide by the same numbers, so gradients only need to be summed.
         counts = count_global_batch(batches, self.run.model, self.token_group, self.cp_shard)
-        each = zip(self.run.model.coefficients, state.loss_scale / counts.labels.to(self.loss_dtype), strict=True)
-        factors = torch.stack([coefficient * factor for coefficient, factor in each])
+        scaled = self.coefficients if state.scaler is None else self.coefficients * state.scaler.scale
+        factors = (scaled / counts.labels).to(self.loss_dtype)
         losses = torch.zeros(len(factors), device=device, dtype=self.loss_dtype)
 
         def add_loss(output: ModelOutput, microbatch: int) -> torch.Tensor:
@@ -168,22 +173,25 @@ class Trainer:
         self.observer.complete_gradients()
         self.profiler.mark("gradient reduction")
         self._sum_over_samples(losses)
-        losses = losses if state.scaler is None else (losses / state.scaler.scale).to(self.loss_dtype)
+        losses = losses.double() if state.scaler is None else losses / state.scaler.scale
         loss = losses.sum()
-        grad_norm = self.gradients_counted.norm().double() / state.loss_scale
+        grad_norm = self.gradients_counted.norm().double()
+        grad_norm = grad_norm if state.scaler is None else grad_norm / state.scaler.scale
         self.profiler.mark("gradient norm")
 
         # The device decides whether to skip the update. The host learns of it when it reads the step.
-        finite, spike = grad_norm.isfinite(), state.losses.is_spike(loss)
+        finite = grad_norm < math.inf
+        spike = state.losses.is_spike(loss) if config.health.loss_spike_factor else None
+        skip = ~finite if spike is None else ~finite | spike
         consumed = state.consumed_samples + batch_size
         lr = state.schedule.lr_at(state.step + 1, consumed)
         state.saver.before_update()
-        experts = self.experts.finish(skip=~finite | spike)
-        terms = torch.cat((counts.labels.amin(0, keepdim=True), losses.double(), counts.pairs[None], experts))
-        values = self._values_to_read(terms, losses.sum(), grad_norm, spike)
-        self._update(grad_norm, lr, skip=~finite | spike)
+        fewest = counts.labels if len(counts.labels) == 1 else counts.labels.amin(0, keepdim=True)
+        terms = fewest, losses, counts.pairs[None], self.experts.finish(skip)
+        values = self._values_to_read(terms, loss, grad_norm, spike)
+        self._update(grad_norm, lr, skip)
         state.optimizer.zero_grad(set_to_none=True)
-        state.losses.add(loss, ~finite | spike)
+        state.losses.add(loss, skip)
         if state.scaler is not None:
             state.scaler.update(overflowed=~finite & (counts.labels > 0).all())
         self.profiler.mark("optimizer")
@@ -213,28 +221,31 @@ class Trainer:
         max_norm, factor = self.config.training.max_norm, None
         if max_norm or self.state.scaler is not None:
             clip = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(grad_norm)
-            factor = clip / self.state.loss_scale
+            factor = clip if self.state.scaler is None else clip / self.state.scaler.scale
         update(self.state.optimizer, self.gradients_held, lr, factor, skip)
 
     def _values_to_read(
-        self, terms: torch.Tensor, loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor
+        self, terms: Sequence[torch.Tensor], loss: torch.Tensor, grad_norm: torch.Tensor, spike: torch.Tensor | None
     ) -> torch.Tensor:
-        """Start copying this step's `StepValues` to the host: float64 [8 + terms]."""
+        """Start copying this step's `StepValues` to the host: float64 [8 + terms]. ``terms`` are float64 vectors."""
+        state, (no_spike, scale, num_zeros, noticed) = self.state, self.usual_values.split([1, 1, 1, 2])
+        received, is_writing = self.signals.received, state.saver.is_writing
         # Single ranks see signals and saves in progress. By this all-reduce, all ranks see them in the same step.
-        noticed = torch.zeros(2, device=loss.device, dtype=torch.float64)
-        noticed[0].fill_(self.signals.received)
-        noticed[1].fill_(self.state.saver.is_writing)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
-        step = self.state.step + 1
+        if received or is_writing or self.num_processes > 1:
+            noticed = noticed.clone()
+            for value, seen in zip(noticed, (received, is_writing), strict=True):
+                if seen:
+                    value.fill_(seen)
+            if self.num_processes > 1:
+                dist.all_reduce(noticed, op=dist.ReduceOp.MAX)
+        step = state.step + 1
         logs = self.log.is_due(step) or step == self.state.total_steps
         if logs and self.config.metrics.log_format == "megatron":
-            num_zeros = self.gradients_counted.count_zeros()
-        else:
-            num_zeros = torch.full_like(loss, math.nan)
-        scale = torch.ones_like(grad_norm) * self.state.loss_scale
-        values = [value.double() for value in (loss, grad_norm, spike, scale, num_zeros)]
-        return copy_to_host(torch.cat((torch.stack(values), noticed, terms)))
+            num_zeros = self.gradients_counted.count_zeros().double()[None]
+        if state.scaler is not None:
+            scale = state.scaler.scale[None]
+        firsts = loss[None], grad_norm[None], no_spike if spike is None else spike.double()[None]
+        return copy_to_host(torch.cat((*firsts, scale, num_zeros, noticed, *terms)))
 
     def read_step(self, issued: PendingStep) -> StepRecord:
         """Wait for a step's numbers, and act on stop signals and finished saves that they report.
@@ -308,10 +319,10 @@ class Trainer:
 
     def _complete_gradients(self) -> None:
         """Sum the gradients of norms and biases under sequence parallelism, and of copies in several stages."""
-        sum_partial_gradients(self.partial_parameters)
-        stages = self.mesh.get_group("pp")
-        if stages.size() > 1:
-            sum_gradients_of_copies(self.model, stages, self.run.layout.stage_ranks)
+        if self.partial_parameters:
+            sum_partial_gradients(self.partial_parameters)
+        if self.stages_group.size() > 1:
+            sum_gradients_of_copies(self.model, self.stages_group, self.run.layout.stage_ranks)
 
     def _sum_over_samples(self, value: torch.Tensor) -> None:
         """Sum in place over samples, their CP shards and stages. Only the last stage's ranks have values but zero."""

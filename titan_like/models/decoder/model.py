@@ -108,6 +108,7 @@ class Decoder(Transformer):
             outputs = [end for end in ("heads.proj", "attention.proj") if any(name.endswith(end) for name in names)]
             self.residual_outputs = (*outputs, "down")
         self.kinds_of_layers = {name: config.kind_of(int(name)) for name in self.layers}
+        self.kinds = {name: config.kind(name) for name in config.kind_names}
         self.norm = norm_of(config)
         self.token_loss = TokenLoss(config.vocab_size, config.padded_vocab_size, config.final_softcap)
         predicts_next = "mtp" in config.predictions
@@ -147,12 +148,13 @@ class Decoder(Transformer):
 
         longrope chooses by the length of the sequences, or for each by ``num_tokens``.
         """
-        positions, tables = cast(torch.Tensor, batch.positions), dict[str, Rope | None]()
+        positions = cast(torch.Tensor, batch.positions)
+        tables: dict[str, Rope | None] = {}
         length: int | torch.Tensor = positions.shape[-1] * self.context_shards
         if batch.num_tokens is not None:
             length = batch.num_tokens[:, None, None]
-        for name in self.config.kind_names:
-            kind, tables[name] = self.config.kind(name), None
+        for name, kind in self.kinds.items():
+            tables[name] = None
             if kind.rope_theta:
                 rope = self.config.rotary_size, kind.rope_theta, kind.rope_scaling
                 frequencies = rope_frequencies(*rope, positions.device, length)

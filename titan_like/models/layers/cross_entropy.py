@@ -165,9 +165,19 @@ def _loss(
     return (denominator - target).masked_fill(~is_valid, 0).masked_fill(is_wrong, torch.nan).sum() * factor
 
 
-# Operators, because a GPU runs each as one compiled kernel, and a CPU in blocks that its caches hold.
-@torch.library.custom_op("titan_like::loss_statistics", mutates_args=(), device_types="cpu")
-def statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: float) -> torch.Tensor:
+# Operators, because a GPU runs each as one compiled kernel, and a CPU in blocks that its caches hold. They are defined
+# by schema: what `custom_op` wraps around them would cost the host as much as the operators themselves.
+torch.library.define("titan_like::loss_statistics", "(Tensor logits, Tensor columns, int size, float cap) -> Tensor")
+torch.library.define(
+    "titan_like::loss_gradient",
+    "(Tensor(a!) logits, Tensor columns, Tensor denominator, Tensor scale, int size, float cap) -> ()",
+)
+statistics = torch.ops.titan_like.loss_statistics.default
+write_gradient = torch.ops.titan_like.loss_gradient.default
+
+
+@torch.library.impl("titan_like::loss_statistics", "cpu")
+def _statistics_in_blocks(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: float) -> torch.Tensor:
     """Logarithm of this process's part of the softmax's denominator, and the label's logit or else 0.
 
     logits [positions, columns], columns [positions] → [2, positions].
@@ -175,8 +185,8 @@ def statistics(logits: torch.Tensor, columns: torch.Tensor, size: int, cap: floa
     return torch.cat([_statistics(block, column, size, cap) for block, column in _blocks(logits, columns)], 1)
 
 
-@torch.library.custom_op("titan_like::loss_gradient", mutates_args=("logits",), device_types="cpu")
-def write_gradient(
+@torch.library.impl("titan_like::loss_gradient", "cpu")
+def _write_gradient_in_blocks(
     logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int, cap: float
 ) -> None:
     """Overwrite logits [positions, columns] by their gradient: the probability, minus one at the label, scaled.
@@ -217,7 +227,7 @@ def _write_gradient(
 def _write_fused_gradient(
     logits: torch.Tensor, columns: torch.Tensor, denominator: torch.Tensor, scale: torch.Tensor, size: int, cap: float
 ) -> None:
-    """`write_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
+    """`loss_gradient` in the form of which a compiler makes one kernel, without a float32 copy of the logits."""
     order = torch.arange(logits.shape[1], device=logits.device)
     values = soft_capped(logits.to(denominator.dtype), cap) if cap else logits
     probability = (values - denominator[:, None]).exp()
@@ -242,6 +252,11 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
 
 
-statistics.register_kernel("cuda")(lambda *inputs: _compiled(_statistics)(*inputs))
-write_gradient.register_kernel("cuda")(lambda *inputs: _compiled(_write_fused_gradient)(*inputs))
-statistics.register_fake(lambda logits, *_: logits.new_empty(2, len(logits), dtype=accumulator(logits)))
+def _fake_statistics(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits.new_empty(2, len(logits), dtype=accumulator(logits))
+
+
+torch.library.impl("titan_like::loss_statistics", "cuda", lambda *inputs: _compiled(_statistics)(*inputs))
+torch.library.impl("titan_like::loss_gradient", "cuda", lambda *inputs: _compiled(_write_fused_gradient)(*inputs))
+torch.library.register_fake("titan_like::loss_statistics", _fake_statistics)
+torch.library.register_fake("titan_like::loss_gradient", lambda *_: None)
