@@ -33,19 +33,12 @@ from titan_like.parallel.split import units_of_layers
 from titan_like.parallel.tuning import DEFAULT_TUNING, Tuning
 from titan_like.parallel.weight_gradients import LinearGemms
 from titan_like.torch_private.fsdp import (
-    SUMS_USES_IN_FULL,
     fsdp_state,
+    keep_gradient_dtypes,
     reduce_fsdp_gradients,
     release_reduced,
     replicate_modules,
-    sum_uses_in_full,
 )
-
-
-def summed_in_full(model: Transformer) -> list[nn.Parameter]:
-    """Weights that are used twice, whose gradients of both uses add up in the master weights' type."""
-    is_used_twice = model.config.uses_table_last and model.is_first and model.is_last
-    return [p for p in model.embedding.parameters() if p.requires_grad] if SUMS_USES_IN_FULL and is_used_twice else []
 
 
 class DataParallel:
@@ -74,8 +67,7 @@ class DataParallel:
         if shares_nothing(mesh, expert_mesh):
             # What modules cast to float8 needs no copy in another dtype.
             to_float8 = [m.weight for m in model.modules() if isinstance(m, LinearGemms) and m.float8 is not None]
-            special = summed_in_full(model), to_float8
-            self.copies = None if full_precision else ComputeCopies(model, dtype, *special, tuning.gradient_bytes)
+            self.copies = None if full_precision else ComputeCopies(model, dtype, to_float8, tuning.gradient_bytes)
         elif not full_precision or zero_stage > 0:
             policy = MixedPrecisionPolicy(
                 param_dtype=None if full_precision else dtype,
@@ -112,8 +104,7 @@ class DataParallel:
             self.copies.before_backward(is_last)
         if not isinstance(self.model, FSDPModule):
             return
-        if summed_in_full(self.model):
-            sum_uses_in_full(self.model, "embedding.weight")
+        keep_gradient_dtypes(self.model)
         release_reduced(self.model)  # now, because a forward pass has hidden that reduction
         self.model.set_is_last_backward(is_last)
         self.model.set_requires_gradient_sync(is_last or (self.zero_stage >= 2 and not is_split))

@@ -36,14 +36,10 @@ class ComputeCopies:
         self,
         module: nn.Module,
         dtype: torch.dtype,
-        used_twice: Iterable[nn.Parameter] = (),
         uncopied: Iterable[nn.Parameter] = (),
         unit_bytes: int = GRADIENT_UNIT_BYTES,
     ) -> None:
-        """The module's parameters must be allocated.
-
-        The gradients of uses of ``used_twice`` add up in float32 too. Weights in ``uncopied`` are used as they are.
-        """
+        """The module's parameters must be allocated. Weights in ``uncopied`` are used as they are."""
         unchanged = set(uncopied)
         known: dict[nn.Parameter, nn.Parameter] = {}
         for owner in module.modules():
@@ -56,8 +52,6 @@ class ComputeCopies:
                     known[master] = nn.Parameter(torch.empty_like(master, dtype=dtype)) if has_copy else master
                 if known[master] is not master:
                     vars(owner)[name] = known[master]
-        for master in used_twice:
-            known[master].grad_dtype = master.dtype
         self.units = [CopiedUnit(members) for members in _in_units(list(known.items()), unit_bytes)]
         self.frees = len(self.units) > 1  # may be turned off, which keeps the copies where they are
         self._is_last = False
@@ -170,9 +164,9 @@ def _in_units(
 
 def split_as(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """This process's part of a gradient as a tensor that is split as a weight is."""
-    if not isinstance(whole.data, DTensor):
+    if not isinstance(whole, DTensor):
         return part
-    mesh, placements = whole.data.device_mesh, whole.data.placements
+    mesh, placements = whole.device_mesh, whole.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 

@@ -28,11 +28,10 @@ class Product:
     @torch.no_grad()
     def add(self) -> None:
         """Compute the product and add it to the weight's gradient."""
-        value = self.compute()
         weight = self.weight
-        summed_in = getattr(weight, "grad_dtype", None)  # set by FSDP2 from torch 2.15 on
-        value = value if summed_in is None else value.to(summed_in)
-        value = split_as(value, weight)
+        value = split_as(self.compute(), weight)
+        # From torch 2.15 on, FSDP2 has set the dtype of the sum, to which it converts gradients itself, unit by unit.
+        weight.grad_dtype = None
         weight.grad = value if weight.grad is None else weight.grad.add_(value)
 
 

@@ -16,6 +16,7 @@ from titan_like.parallel.split import GRADIENT_UNIT_BYTES
 from titan_like.planner.stages import StageProgram, Unit
 from titan_like.planner.trace.program import Parameter, Segment
 from titan_like.planner.workload import BYTES, Workload, element_bytes
+from titan_like.torch_private.fsdp import HeldLonger, held_longer
 
 
 class Weights:
@@ -49,6 +50,7 @@ class PassKind(NamedTuple):
     is_first: bool  # first forward pass of the step, or no gradients are summed up yet
     is_last: bool  # the stage's last backward pass
     gradients: int  # state of the stage's gradients before the pass
+    gathers_root: bool = False  # under ZeRO 3: a backward pass after another, which has freed the root's weights
 
 
 class StageState:
@@ -65,11 +67,12 @@ class StageState:
             is_first, self.weights = self.weights == Weights.NOT_GATHERED, Weights.AFTER_FORWARD
             return PassKind(kind, is_first, False, before)
         is_first = before in (Gradients.NONE, Gradients.FIRST_PARTS)
+        gathers_root = kind != "W" and self.weights != Weights.AFTER_FORWARD
         if kind != "W":
             self.weights = Weights.AFTER_BACKWARD
         if kind == "I":
             self.gradients = _WITH_FIRST_PARTS.get(before, before)
-            return PassKind(kind, is_first, False, before)
+            return PassKind(kind, is_first, False, before, gathers_root)
         self._left -= 1
         if self._left == 0:
             self.gradients, self.weights = Gradients.FINISHED, Weights.NOT_GATHERED
@@ -79,7 +82,7 @@ class StageState:
             self.gradients = Gradients.SUMS
         else:  # an earlier second part has also reduced what the first parts of later microbatches had left
             self.gradients = Gradients.MATRICES
-        return PassKind(kind, is_first, self._left == 0, before)
+        return PassKind(kind, is_first, self._left == 0, before, gathers_root)
 
 
 class Rules(NamedTuple):
@@ -95,6 +98,7 @@ class Rules(NamedTuple):
     compute: int  # bytes of an element in the forward and backward pass
     reduce: int  # in sums of gradients over processes
     master: int  # of master weights, and of sums over microbatches
+    held_longer: HeldLonger
 
     def gathers(self, pass_: PassKind) -> bool:
         """Whether a pass gathers or casts weights."""
@@ -118,7 +122,14 @@ class Rules(NamedTuple):
     @property
     def adds_in_place(self) -> bool:
         """Whether autograd itself adds fresh gradients to sums over microbatches, so none of them waits for others."""
-        return not (self.copied or self.reduces_every_pass) and self.compute == self.master == self.reduce
+        if self.copied or self.reduces_every_pass:
+            return False
+        return self.compute == self.master == self.reduce or (self.wrapped and not self.held_longer.fresh_gradients)
+
+    @property
+    def results(self) -> int:
+        """How many tensors of a unit's size its reduction needs at once if the unit has one shard."""
+        return 3 if self.held_longer.quotient else 2
 
     def frees(self, pass_: PassKind) -> bool:
         """Whether a pass frees gathered weights. A backward pass does so unit by unit before it reduces gradients."""
@@ -181,6 +192,7 @@ def sharding_of(work: Workload) -> Sharding:
         compute=compute,
         reduce=BYTES[work.reduce_dtype] if in_half else master,
         master=master,
+        held_longer=held_longer(),
     )
     return Sharding(rules, holders, shards, work.replicate)
 

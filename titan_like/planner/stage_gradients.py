@@ -178,12 +178,13 @@ class PassGradients:
             yield self.accumulated + rest + fresh + total, earlier, early
             if had_sums:
                 self.accumulated -= min(self.accumulated, total)
-            if alone:  # the result is as large, and is divided once more
-                yield self.accumulated + rest + 3 * total, earlier, early
+            if alone:  # the result is as large
+                yield self.accumulated + rest + rules.results * total, earlier, early
                 self.accumulated += 0 if self.has_shards else total
                 self.reduced -= size  # which stands for shards
-            else:  # FSDP2 still has a reference to the last gradient when it allocates the result
+            else:
                 last = (rules.reduce if had_sums else rules.compute) * parameter
+                last = last if rules.held_longer.last_gradient else 0
                 yield self.accumulated + rest + last + total, earlier + size, early
         self.reduced += unit.elements * repeats
         if rules.zero_stage == 0:

@@ -42,6 +42,7 @@ class StageMemory:
         # Gathered elements, and how many of them need a buffer: of the root, and of units before the layers.
         self.root, self.buffered_root = rules.gathered_and_buffered(unit for unit in stage.ends if not unit.name)
         self.table, self.buffered_table = rules.gathered_and_buffered(unit for unit in stage.ends if unit.name)
+        self.trained_table = sum([unit.elements for unit in stage.ends if unit.name])
         self.placed = _placed(stage, rules.single, rules.gathers_every_pass)
         self.above = [part for part in self.placed[stage.first_layer + 1 :] if part.unit.gathered]  # other layers
         # Where the root is empty, FSDP2 ends a backward pass with a gather of what the forward pass of the microbatch
@@ -82,7 +83,7 @@ class StageMemory:
         return _fullest({"F": self._forward, "W": self._second_part}.get(pass_.kind, self._backward)(pass_))
 
     def _forward(self, pass_: PassKind) -> Iterator[tuple[int, int, int, int]]:
-        """Segment by segment. Weights arrive in a buffer, which FSDP2 keeps until the next ones have arrived."""
+        """Segment by segment. Weights arrive in a buffer, which FSDP2 keeps until the next ones arrive."""
         rules, gradients = self.rules, sum(self.gradients.accumulated(pass_.gradients))
         gathers, frees = rules.gathers(pass_), rules.frees(pass_)
         stays, early = self.root, self.prefetched if pass_.gradients != Gradients.NONE else 0  # elements
@@ -92,18 +93,24 @@ class StageMemory:
             if part in self.placed[-2:]:
                 early = 0
             unit, buffered, begins_unit = part.unit.gathered, part.unit.buffered, part.begins_unit
+            trained = part.unit.elements
             if number == 0:
                 begins_unit = True
                 if self.table:
-                    unit, buffered = self.table, self.buffered_table
+                    unit, buffered, trained = self.table, self.buffered_table, self.trained_table
             if begins_unit and not frees:
                 stays += unit * (1 + part.repeats)
             weights = self.stage.elements
             if gathers:
                 weights = stays + unit if frees else stays
                 if unit and begins_unit:
-                    arriving = rules.compute * (weights + early + buffer + buffered)
-                    yield activations, gradients, arriving, 0
+                    arriving = weights + early + buffered
+                    if rules.held_longer.gather_buffer:
+                        arriving += buffer
+                    else:  # It is there while shards are cast into the next buffer, but not while weights leave that.
+                        cast = trained * rules.compute // rules.master if rules.compute < rules.master else 0
+                        yield activations, gradients, rules.compute * (arriving - unit + buffer), cast
+                    yield activations, gradients, rules.compute * arriving, 0
                     buffer = buffered
                 weights += early + buffer
             during = rules.compute * weights if rules.wrapped else 0
@@ -120,6 +127,9 @@ class StageMemory:
             of_output = 0 if self.stage.is_last else self.stage.message  # the gradient of the stage's output
             held += 0 if part is self.placed[-1] else of_output  # with which the moments of the last layer begin
             weights, shards = self._weights_during(part, pass_) - freed, gradients.shards
+            if gathers and pass_.gathers_root and part is self.placed[-1]:  # after a last layer's and the next one's
+                arriving = rules.compute * (self.root + self.buffered_root + part.unit.gathered + part.following)
+                yield held + part.segment.kept, gradients.during(part, 0), arriving, shards
             if gathers and part.unit.gathered:  # its weights arrive
                 arriving = rules.compute * (self.root + part.unit.gathered + part.unit.buffered)
                 yield held + part.segment.kept, gradients.during(part, 0), arriving, shards
@@ -184,21 +194,26 @@ class StageMemory:
             return
         # The products' inputs are freed. One unit after the other is converted, and reduced.
         reduces, had_sums = rules.reduces(pass_), not rules.reduces_every_pass and not pass_.is_first
-        lacks_vectors = rules.reduces_matrices_alone(pass_)
+        lacks_vectors, longer = rules.reduces_matrices_alone(pass_), rules.held_longer
         trained = (unit for unit in self.stage.units if unit.parameters)
         for unit in sorted(trained, key=lambda unit: unit.name == "layers"):
             matrices, present = unit.matrices.elements, unit.matrices if lacks_vectors else unit
-            accumulated += 0 if had_sums else rules.reduce * matrices
-            fresh -= min(fresh, rules.compute * matrices)
+            converts = longer.fresh_gradients or had_sums or not reduces  # or else the reduction does
+            size = min(fresh, rules.compute * matrices)
+            accumulated += rules.reduce * matrices if converts and not had_sums else 0
+            fresh -= size if converts else 0
             reduced = rules.reduce * present.elements if reduces else 0
             if rules.frees(pass_) and not rules.gathers_every_pass:
                 weights -= rules.compute * unit.elements
             yield -self.deferred, accumulated + fresh + reduced, weights, 0
-            accumulated -= min(accumulated, reduced)
+            if not converts:
+                fresh -= size
+            accumulated -= min(accumulated, reduced if converts else reduced - rules.reduce * matrices)
             if reduces:
-                if unit.sharers in rules.single:  # as in `PassGradients.complete`
-                    yield -self.deferred, accumulated + fresh + 3 * reduced, weights, 0
+                if unit.sharers in rules.single:
+                    yield -self.deferred, accumulated + fresh + rules.results * reduced, weights, 0
                 last = rules.reduce * present.parameters[-1].elements if present.parameters else 0
+                last = last if longer.last_gradient else 0
                 yield -self.deferred, accumulated + last + fresh + reduced, weights, unit.elements
 
     def _gathered(self, state: int) -> int:

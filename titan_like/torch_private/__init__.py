@@ -15,7 +15,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `FSDPState._fsdp_param_groups` and its groups' parameters | reducing gradients after a split backward pass | a list from 2.12 on; from 2.15 on autograd accumulates in the reduction's dtype |
 | `FSDPParam._extensions_data`, `.sharded_param`, `._sharded_param_data` | gathering weights in float8 | all |
 | `FSDPCommContext.reduce_scatter_states` | freeing the input of the last reduction | `reduce_scatter_state` in 2.11 |
-| `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the sum of a tied table's two uses | from 2.15 on |
+| `FSDPParamGroup._fsdp_params_with_wider_grad_dtype` | the dtype of gradients until they are added up or reduced | from 2.15 on |
 | `_dynamo`, `_dynamo.mark_dynamic` | importing it early, in the server that forks processes; graphs for any number of rows | all |
 | `_dynamo.lookup_backend`, `_functorch.config` | compiling within a budget of activations | all |
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from inspect import getsource
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +14,31 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-SUMS_USES_IN_FULL = torch.__version__ >= "2.15"  # see `sum_uses_in_full`; before, all layouts round the sum
+
+class HeldLonger(NamedTuple):
+    """What FSDP2 holds longer than it needs it, depending on torch's version."""
+
+    gather_buffer: bool  # in a forward pass: until the next unit's weights have been copied out of theirs
+    last_gradient: bool  # a unit's: until the result of its reduction is allocated
+    quotient: bool  # with one shard: gradients divided by a factor of 1, next to them and the result
+    # Gradients next to their sums over microbatches, to which later versions let autograd add them in place. Of a
+    # split backward pass: a unit's gradients in the reduction's dtype, which later versions convert on the way.
+    fresh_gradients: bool
+
+
+@cache
+def held_longer() -> HeldLonger:
+    """What this version holds longer: later ones have functions, and a comparison, that release it sooner."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
+    return HeldLonger(
+        gather_buffer=not hasattr(FSDPCommContext, "release_all_gather_state_for_comm_reuse"),
+        last_gradient=not hasattr(_fsdp_collectives, "_default_reduce_scatter_input_fn"),
+        quotient="gradient_divide_factor != 1" not in getsource(_fsdp_collectives.foreach_reduce),
+        fresh_gradients=hasattr(FSDPParam, "to_accumulated_grad_if_needed"),
+    )
 
 
 def reduce_fsdp_gradients(module: nn.Module, every_parameter: bool) -> None:
@@ -51,21 +76,20 @@ def release_reduced(module: nn.Module) -> None:
         context.reduce_scatter_state = None
 
 
-def sum_uses_in_full(module: nn.Module, name: str) -> None:
-    """Let the gradients of a parameter's several uses be added in the type of the reduction, such as float32.
+def keep_gradient_dtypes(module: nn.Module) -> None:
+    """Leave gradients in the dtype in which a backward pass computes them, until FSDP2 adds them up or reduces them.
 
-    From torch 2.15 on (`SUMS_USES_IN_FULL`), FSDP2 rounds that sum to the half type in some microbatches and not in
-    others, depending on which of them it reduces. Call it before every backward pass: FSDP2 makes its list in the first
-    forward pass.
+    From torch 2.15 on, FSDP2 does so only in passes that reduce or that add to earlier gradients. In the others,
+    autograd would convert every gradient first. A table that is used twice would take two gradients in the reduction's
+    dtype and their sum at once, and that sum would be rounded in some microbatches and not in others.
 
-    Args:
-        module: what FSDP2 has wrapped with the parameter.
-        name: of the parameter in it.
+    Call it before every backward pass: FSDP2 makes its list in the first forward pass. ``module`` is its root module.
     """
-    for group in _parameter_groups(fsdp_state(module)):
-        rounded = getattr(group, "_fsdp_params_with_wider_grad_dtype", None)
-        if rounded:
-            group._fsdp_params_with_wider_grad_dtype = [p for p in rounded if p._param_fqn != name]
+    for state in fsdp_state(module)._state_ctx.all_states:
+        for group in _parameter_groups(state):
+            for parameter in getattr(group, "_fsdp_params_with_wider_grad_dtype", ()):
+                if hasattr(parameter, "_unsharded_param"):  # gathered before
+                    parameter.unsharded_param.grad_dtype = None
 
 
 def fsdp_state(module: nn.Module) -> Any:

@@ -96,9 +96,7 @@ def _recomputed(storages: Storages, sizes: Mapping[int, int], stay: set[int], wr
     return {number for number in written & stay if is_recomputed(number)}
 
 
-def fill_in_levels(
-    segments: Sequence[Segment], events: Iterable[Event], gradients: Mapping[int, tuple[int, int]]
-) -> None:
+def fill_in_levels(segments: Sequence[Segment], events: Iterable[Event], gradients: Mapping[int, int]) -> None:
     """What each segment keeps, and the fullest moments of its passes.
 
     Levels are relative to the start of a segment's forward pass. Gradients of parameters are counted apart, except
@@ -123,7 +121,7 @@ def fill_in_levels(
                 if index == last:
                     segment.kept = level - starts[index]
                     level -= sum(early.values())
-                    produced = sum(gradients[storage][0] for storage in early)
+                    produced = sum(gradients[storage] for storage in early)
                 before, later = carried, sum(created[position] for position in range(index + 1, last + 1))
                 carried = later - size_of.get(boundary, 0) * (owner_of.get(boundary, 0) > index)
                 if index < last:
@@ -135,9 +133,7 @@ def fill_in_levels(
             level += size
             early[number] = early.get(number, 0) + size
         elif gradient is not None:
-            elements, excess = gradient
-            produced += elements * (size > 0)
-            level += excess if size > 0 else -excess
+            produced += gradient * (size > 0)
         else:
             level += size
             owner = owner_of.setdefault(number, index)

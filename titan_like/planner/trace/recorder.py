@@ -54,8 +54,7 @@ class Recorder(TorchDispatchMode):
         self._references: dict[int, weakref.ref] = {}
         self._last_number = 0
         self._made_in = [0]  # segments, by number of a storage
-        # Storage of a parameter's gradient → elements, and bytes that it takes beyond the parameter's.
-        self._gradients: dict[int, tuple[int, int]] = {}
+        self._gradients: dict[int, int] = {}  # storage of a parameter's gradient → elements
         self._fused = [FusedGroup(segments[0].forward, False, {}, {})]
         self._used_in: defaultdict[int, set[int]] = defaultdict(set)  # storage → fused groups
         # Storages that a compiler may compute twice → those they come from, and what of them.
@@ -118,11 +117,9 @@ class Recorder(TorchDispatchMode):
         del self._references[key]
         self.events.append(Event(self.segment, self.which, number, -size, repeats=self.is_recomputing))
 
-    def is_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    def is_gradient(self, gradient: torch.Tensor) -> None:
         """Tell that this is a parameter's complete gradient. It does not count as an activation of its pass."""
-        part = local_tensor(gradient)
-        excess = part.numel() * (part.element_size() - parameter.element_size())
-        self._gradients[self.number_of(gradient)] = part.numel(), excess
+        self._gradients[self.number_of(gradient)] = local_tensor(gradient).numel()
 
     # --- Operators ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_like.config.load import edit
 from titan_like.config.schema import JobConfig
@@ -21,7 +20,7 @@ from titan_like.models.transformer import Transformer, shared_modules
 from titan_like.optim.shards import matrices_here
 from titan_like.parallel.apply import Recipe, build_stages
 from titan_like.parallel.context import CPShard
-from titan_like.parallel.data import groups_of, summed_in_full, units_of
+from titan_like.parallel.data import groups_of, units_of
 from titan_like.parallel.extend import extend
 from titan_like.parallel.layout import Layout
 from titan_like.parallel.mesh import build_mesh
@@ -82,9 +81,6 @@ def run_trace(key: TraceKey) -> Program:
             recorder.follow_recomputation(module)
             for experts in (part for part in module.modules() if isinstance(part, Experts)):
                 experts.register_forward_pre_hook(recorder.follow_experts)
-        for parameter in (parameter for module in modules for parameter in summed_in_full(module)):
-            if not isinstance(parameter, DTensor):  # FSDP2 rounds a DTensor's sum
-                parameter.grad_dtype = torch.promote_types(dtype, torch.float32)
         for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             recorder.ignore(tensor.data)
         named = [(name, parameter, module) for module in modules for name, parameter in module.named_parameters()]
@@ -181,7 +177,7 @@ class _Received(torch.autograd.Function):
 def _take(parameter: torch.Tensor, recorder: Recorder) -> None:
     """Let the recorder know a complete gradient, and free it. Deferred ones come later."""
     if parameter.grad is not None:
-        recorder.is_gradient(parameter.grad, parameter)
+        recorder.is_gradient(parameter.grad)
         parameter.grad = None
 
 
