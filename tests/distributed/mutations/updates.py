@@ -80,9 +80,9 @@ def vectors_decay(self: Trainer) -> None:
 
 
 @bug(Trainer, "_update")
-def clipped_by_another_norm_in_half_types(original: Any, self: Any, grad_norm: Any, lr: float, **skip: Any) -> None:
+def clipped_by_another_norm_in_half_types(original: Any, self: Any, grad_norm: Any, lr: float, *skip: Any) -> None:
     """In half types gradients are clipped by their norm times the number of data-parallel processes."""
-    original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr, **skip)
+    original(self, grad_norm * (self.dp_size if self.config.training.dtype in HALF else 1), lr, *skip)
 
 
 @bug(training_state, "LossScaler")
