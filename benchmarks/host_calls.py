@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--zero_stage", type=int, default=0, choices=range(4))
     parser.add_argument("--eager", action="store_true", help="do not compile layers")
-    parser.add_argument("--scope", default="auto", choices=("auto", "layers", "model"), help="compile.scope")
+    parser.add_argument("--scope", default="layers", choices=("auto", "layers", "model"), help="compile.scope")
     parser.add_argument("--bare", action="store_true", help="count for a minimal loop")
     parser.add_argument("--names", action="store_true", help="print what is counted, by name")
     options = parser.parse_args()

@@ -160,7 +160,14 @@ def test_a_source_that_stays_goes_on_where_it_was(dataset: str, case: str, tmp_p
             share, size = weight / sum(weights), last - first
             assert abs(drawn[name] - before[name] - size * share) <= 5 * (size * share) ** 0.5
         if number:
-            told = {key: value for key, value in source.drawn(last).items() if key.startswith("samples/")}
-            assert list(told.values()) == [drawn[name] for name in names]
+            told = source.drawn(last)
+            assert [value for key, value in told.items() if key.startswith("samples/")] == [
+                drawn[name] for name in names
+            ]
+            epochs = [told.get(f"epochs/{name}") for name in source.names]  # none of a stream
+            lengths = [
+                len(part) if epoch is not None else None for part, epoch in zip(source.sources, epochs, strict=True)
+            ]
+            assert epochs == [size and drawn[name] / size for name, size in zip(names, lengths, strict=True)]
         for index in dict.fromkeys((last - 1, first, last - 2)) if last > first else ():  # as after another stop
             assert tokens_of(source, index) == seen[index]

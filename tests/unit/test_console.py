@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan_like.metrics.console import Console, LineContext, format_log_line
+from titan_like.metrics.console import Console, LineContext, format_log_line, format_sources
 from titan_like.metrics.flops import Throughput
 from titan_like.metrics.record import StepRecord
 
@@ -136,6 +136,11 @@ def test_line_ends_with_the_time_that_is_left():
     for step in range(6, 106):  # only the most recent count
         console.add(record(step=step, step_time_s=1.0, global_batch_size=2, consumed_samples=2 * step))
     assert console.seconds_left() == 895
+
+
+def test_sources_of_a_blend_have_a_line():
+    drawn = {"samples/code": 45.0, "epochs/code": 0.9, "samples/web": 15.0}  # the second is a stream
+    assert format_sources(drawn) == " sources | code: 45 samples (75.00%), 0.900 epochs | web: 15 samples (25.00%) |"
 
 
 def test_line_stays_whole_above_the_progress_bar(monkeypatch):

@@ -152,6 +152,12 @@ def test_a_checkpoint_and_its_export_answer_the_harness_alike(models: tuple[Any,
     torch.testing.assert_close(*values, rtol=bound(), atol=0)
 
 
+def test_what_is_not_supported_of_generation_is_one_sentence(models: tuple[Any, Any]) -> None:
+    request = SimpleNamespace(args=("the", {"max_gen_toks": 5, "num_beams": 3}))
+    with pytest.raises(RunError, match=r"a task sets num_beams = 3 in generation_kwargs, which is not supported"):
+        models[0].generate_until([request])
+
+
 QUESTIONS = [{"text": f"the {noun} sat on", "choices": [" the mat", " a log"]} for noun in ("cat", "dog", "fox", "mat")]
 SPLIT = {"test_split": "test", "fewshot_split": "test", "num_fewshot": 2, "doc_to_text": "{{text}}"}
 TASKS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,9 @@ import pytest
 from tests.unit.record_cases import write_indexed
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
+from titan_like.data.loading.blend import Share, shares_of
 from titan_like.data.loading.open_source import open_source
-from titan_like.data.readers.indexed import DTYPES, IndexedDataset, prefix_of, token_dtype
+from titan_like.data.readers.indexed import DTYPES, IndexedDataset, IndexedWriter, prefix_of, token_dtype
 from titan_like.data.source import DataRequest
 
 SEQ_LEN = 8
@@ -43,6 +44,16 @@ def test_bytes_are_those_of_the_format(code: int, tmp_path: Path) -> None:
 
 def test_tokens_take_two_bytes_up_to_the_vocabulary_for_which_megatron_s_do() -> None:
     assert (token_dtype(65499), token_dtype(65500)) == (np.dtype("<u2"), np.dtype("<i4"))
+
+
+def test_nearest_document_end_is_that_of_a_scan(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(0, 9, size=40)
+    write_indexed(tmp_path / "data", [[[1] * length] for length in lengths])
+    dataset, ends = IndexedDataset(tmp_path / "data.bin"), [0, *np.cumsum(lengths).tolist()]
+    for token in range(ends[-1] + 1):
+        assert abs(dataset.nearest_document_end(token) - token) == min(abs(end - token) for end in ends)
+        assert dataset.nearest_document_end(token) in ends
 
 
 def cut(path: Path, by: int) -> None:
@@ -88,6 +99,13 @@ def test_a_damaged_file_is_named_with_what_is_wrong(case: tuple, tmp_path: Path)
     damage(tmp_path / "data")
     with pytest.raises(ConfigError, match=rf'^data.paths = "{tmp_path}/{name}": .*{problem}'):
         open_source(request([str(tmp_path / "data")]))
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), IndexedWriter(tmp_path / "data", DTYPES[8]) as writer:
+        writer.add(np.arange(10))
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:
@@ -147,6 +165,15 @@ def test_files_folders_and_patterns_mean_the_same_datasets(paths: list[str], tmp
     sizes = [len(source) for source in weighed.sources[:3]]
     shares = np.array(weighed.blend.shares) / sum(weighed.blend.shares)
     np.testing.assert_allclose(shares, [*(0.75 * size / sum(sizes) for size in sizes), 0.25], atol=1e-6)
+
+
+def test_numbers_are_weights_and_strings_are_paths() -> None:
+    assert Data(paths=[0.7, "/a", 3, "/b"]).paths == [0.7, "/a", 3.0, "/b"]
+    assert Data(paths=["2023", "2024"]).paths == ["2023", "2024"]
+    assert shares_of(Data(paths=["2023", "2024"]).paths) == [Share(None, ["2023", "2024"])]
+    for unfit in (True, float("nan"), float("inf"), None):
+        with pytest.raises(ValueError, match="should be paths in quotes"):
+            Data(paths=[unfit, "/a"])
 
 
 def test_masks_need_documents_that_end_with_the_tokenizers_token(tmp_path: Path) -> None:

@@ -191,3 +191,23 @@ def test_json_has_no_infinity() -> None:
         "c": "inf",
         "d": True,
     }
+
+
+HARNESS_ONLY = {
+    "--limit 3": "--limit = 3: is for --lm_eval only",
+    "--lm_eval a --limit 0": "--limit = 0: must be at least 1",
+    "--num_fewshot -1": "--num_fewshot = -1: must be at least 0",
+    "--lm_eval=": '--lm_eval = "": names no task',
+    "--lm_eval_folder .": '--lm_eval_folder = ".": is for --lm_eval only',
+    "--lm_eval a --lm_eval_folder ./none": '--lm_eval_folder = "./none": is not a folder',
+    "--lm_eval a --apply_chat_template=": '--apply_chat_template = "": names no chat template',
+    "--lm_eval a --fewshot_as_multiturn yes": '--fewshot_as_multiturn = "true": turns are for --apply_chat_template',
+}
+
+
+@pytest.mark.parametrize("arguments", HARNESS_ONLY)
+def test_options_of_the_harness(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "find_spec", lambda name: name)  # as if it were installed
+    with pytest.raises(ConfigError) as error:
+        evaluate.check_options(evaluate.build_parser().parse_args(arguments.split()))
+    assert str(error.value).startswith(HARNESS_ONLY[arguments])

@@ -162,8 +162,10 @@ def test_a_schedule_can_be_kept(begun: dict[str, Path], tmp_path: Path, capsys: 
     go_back(dump, 10)
     settings = {"lr_scheduler.resume": "continue", "training.steps": 22, "optimizer.lr": 9, "lr_scheduler.decay": "wsd"}
     settings |= {"lr_scheduler.decay_steps": 5000, "training.global_batch_size": 4}
+    settings |= {"health.skip_nonfinite": "false", "checkpoint.interval": 2}  # the latter changes no training
     train(dump, settings)
-    (line,) = lines_of_changes(capsys)
+    line, *others = lines_of_changes(capsys)
+    assert others == [" from step 11 on: health.skip_nonfinite true -> false"]
     assert line.startswith(" from step 11 on: training.global_batch_size 8 -> 4, training.steps (not set) -> 22, ")
     assert 'lr_scheduler.decay "cosine" -> "wsd", ' in line and line.endswith(
         f"and lr at step 11 stays {cosine(84):.3g}"

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 
@@ -332,3 +333,28 @@ def test_rows_are_read_by_calibrate_and_the_best_file_trains(tmp_path: Path) -> 
     best.write_text(run_as_toml(runs[2][0], 2, best, ["best"]))
     run = resolve_settings(load_config(["--job.config_file", str(best)]), 2)
     assert (run.layout.tensor, run.config.training.steps, run.config.checkpoint.enable) == (2, 800, True)
+
+
+def test_the_median_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    times = [9.0, 8.0, 4.0, 1.0, 3.0, 2.0]
+    records = [
+        {"step_time_s": time, "tokens_per_second": 640 / time, "tflops_per_device": 1 / time, "mfu_model": None,
+         "global_batch_size": 10, "peak_memory_bytes": 100 + step}
+        for step, time in enumerate(times)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = trial.figures(path, Plan(2, 4, 1.0, None))
+    assert found["step_time_s"] == 2.0  # the lower one of 2 and 3
+    assert (found["samples_per_second"], found["tokens_per_second"], found["peak_memory_bytes"]) == (5.0, 320.0, 105)
+    short = trial.figures(path, Plan(2, 5, 1.0, None))
+    assert (short["outcome"], short["reason"]) == (FAILED, "it ended after 6 of 7 steps")
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    from scipy.stats import spearmanr
+
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        first, second = generator.integers(0, 6, (2, 12)).astype(float)  # with ties
+        assert results.rank_correlation(first, second) == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)

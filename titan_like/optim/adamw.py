@@ -191,7 +191,7 @@ class InBlocks:
         self._blocks: list[_Block] = []
         weights = tensors.weights
         room = torch.empty(min(size, max(sum(weight.numel() for weight in weights), 1)), dtype=weights[0].dtype)
-        room = room.to(weights[0].device)
+        room, self._dtype = room.to(weights[0].device), weights[0].dtype
         order = sorted(range(len(weights)), key=lambda index: id(tensors.settings[index]))
         for _, members in groupby(order, key=lambda index: id(tensors.settings[index])):
             block, used = list[_Piece](), 0
@@ -224,7 +224,7 @@ class InBlocks:
 
     def __call__(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
         """See `Update`."""
-        factor = None if factor is None else factor.to(self._blocks[0].scaled[0].dtype)
+        factor = None if factor is None else factor.to(self._dtype)
         for block in self._blocks:
             pieces = block.pieces  # whole ones are taken without a call for each
             parts = [gradients[p.member] if block.is_whole else p.of(gradients[p.member]) for p in pieces]

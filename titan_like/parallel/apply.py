@@ -28,7 +28,7 @@ from titan_like.parallel.context import apply_context_parallel
 from titan_like.parallel.cuda_graph import GraphedModel
 from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
-from titan_like.parallel.layout import Layout, method_of, resolve_layout
+from titan_like.parallel.layout import method_of, resolve_layout
 from titan_like.parallel.lora import add_adapters, freeze
 from titan_like.parallel.mesh import build_expert_mesh, context_group
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, stages_of_tied_parameters
@@ -120,7 +120,7 @@ def build_stage(
     Raises a `ConfigError` if the tensor-parallel plan, or float8, does not fit the model.
     """
     config, mesh, device, tuning = recipe.config, recipe.mesh, recipe.device, recipe.tuning
-    layout, zero_stage = Layout.of(config.parallelism), config.parallelism.zero_stage
+    layout, zero_stage = resolve_layout(config.parallelism, mesh.size()), config.parallelism.zero_stage
     dtype = getattr(torch, config.training.dtype)
     # Master weights are float32. Only float64 training, which exists for exact comparisons, keeps them in float64.
     with torch.device("meta"):
