@@ -335,6 +335,25 @@ def test_a_reader_fetches_its_own_part(tmp_path, storage):
     assert not any(expected.values())
 
 
+@pytest.mark.parametrize("name, sizes", [("a.json", "all"), ("a.part", "all"), ("a.jsonl", "one"), ("a.jsonl", "none")])
+def test_urls_of_unknown_format_or_size_are_read_once(tmp_path, monkeypatch, storage, name, sizes):
+    paths = [write_records(tmp_path / f"{number}.jsonl", texts_of(number, 300)) for number in range(3)]
+    paths = [path.rename(path.with_name(f"{path.stem}.{name}")) for path in paths]
+    url = storage(paths)
+    monkeypatch.setattr(shards, "_UNKNOWN_SIZE", 64)  # smaller than any of the files
+    find = shards.find_remote
+    known = {"all": 3, "one": 1, "none": 0}[sizes]
+
+    def find_some(*arguments):
+        files = enumerate(find(*arguments).items())
+        return {file: (size if number < known else None, version) for number, (file, (size, version)) in files}
+
+    monkeypatch.setattr(shards, "find_remote", find_some)
+    source = source_of(tmp_path, paths=[f"{url}/*"], num_readers=7, split="1,0,0")
+    read_by_all = Counter(text for reader in range(7) for _, text in read(source, reader, 0))
+    assert read_by_all == Counter(text for number in range(3) for text in texts_of(number, 300))
+
+
 @pytest.mark.parametrize("ending", ["parquet", "jsonl.gz", "json"])
 def test_a_dataset_of_the_hub_is_streamed_by_its_files(tmp_path, monkeypatch, waits, storage, ending):
     """Storage and, for endings that only `datasets` reads, a folder stand for the hub."""
