@@ -116,6 +116,13 @@ def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypat
         assert other.state_dict() == {} and digest(other[last]) == digest(fresh[last])
 
 
+def test_a_source_closes_its_files_once_it_is_gone(folder):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(4):
+        samples_of(source_of(folder), range(3))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_16_then_4_then_64_ranks_read_the_same_samples(folder):
     size = 640
     expected = samples_of(source_of(folder, num_readers=64), range(3 * size))
