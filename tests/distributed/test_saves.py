@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.distributed import crash_worker
 from tests.distributed.crash_worker import build, digest
@@ -20,6 +21,7 @@ from tests.distributed.launch import base_config, collect
 from titan_like.checkpoint.saver import Saver
 from titan_like.checkpoint.step_folders import RunState, complete_steps
 from titan_like.config.errors import RunError
+from titan_like.config.monitoring import Checkpoint
 from titan_like.train.trainer import Trainer
 from titan_like.train.training_state import TrainingState
 
@@ -177,3 +179,22 @@ def test_the_last_save_that_fails_ends_the_run_with_an_error(folder: Path, on_fa
     (outcome,) = collect(train_where_a_save_fails, 1, folder, dump, settings, 5)
     assert outcome["error"].startswith(f"{dump}/checkpoint/step-5 is not saved (rank 0: ")
     assert complete_steps(dump / "checkpoint") == [1, 2, 3, 4]
+
+
+def save_what_one_rank_has_more_of(rank: int, folder: Path) -> list[list[str]]:
+    """Save everything, weights alone and everything, where rank 1 has weights alone; the names in each checkpoint."""
+    saver = Saver(folder / "checkpoint", Checkpoint(enable=True, keep_latest=0), folder / "export", lambda *_: None)
+    names = []
+    for step in range(1, 4):
+        tensors = {f"weight {rank}": torch.full((4,), float(step))}
+        if rank == 0 and step != 2:
+            tensors["moment"] = torch.full((4,), float(step))
+        saver.save(tensors, RunState(step, 0, 0, 0, 1.0, 0, {}, {}))
+        (saved,) = saver.finish()
+        names.append(sorted(FileSystemReader(saved).read_metadata().state_dict_metadata))
+    return names
+
+
+def test_a_plan_is_made_again_where_only_some_ranks_tensors_change(tmp_path: Path) -> None:
+    everything, weights = ["moment", "weight 0", "weight 1"], ["weight 0", "weight 1"]
+    assert collect(save_what_one_rank_has_more_of, 2, tmp_path) == [[everything, weights, everything]] * 2

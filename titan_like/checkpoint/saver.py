@@ -216,7 +216,8 @@ class Saver:
             try:
                 mark = from_first_rank(uuid4().hex, self._group)
                 writer = TensorWriter(step_folders.unfinished_path(folder, run.step), mark)
-                planner = save_planner(f"{self._plans} of {len(tensors)} tensors")  # with the optimizer's, or without
+                # One key on all ranks: rank 0 has no plan of theirs under a new one, and they would send it none.
+                planner = save_planner(f"{self._plans} of {'weights' if folder != self.folder else 'everything'}")
                 dcp.save(in_parts(tensors), storage_writer=writer, planner=planner, process_group=self._group)
             except CheckpointException as error:  # raised on every rank
                 self._plans = uuid4().hex

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain, count
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import proxy
 
 import numpy as np
 
@@ -48,7 +49,8 @@ class Documents:
     """The documents of one reader of a stream, tokenized, each with its first and last special tokens."""
 
     def __init__(self, source: StreamSource, reader: int) -> None:
-        self._source, self._section, self._reader = source, source.request.section, reader
+        self._source = proxy(source)  # which owns the readers: else they would keep it, and their files, forever
+        self._section, self._reader = source.request.section, reader
         self._counts = Counter[str]()  # records that this process has read, and bad ones
 
     def from_place(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:

@@ -53,12 +53,14 @@ class FileShard:
 
     @property
     def cut(self) -> str:
-        """How it is cut; see `cut_of`."""
-        return cut_of(self.path, self.kind)
+        """How it is cut; see `cut_of`. Lines of a file of unknown size have no parts, so it is read through."""
+        cut = cut_of(self.path, self.kind)
+        return "records" if cut == "lines" and self.size is None else cut
 
     def pieces(self, key: str, part: Part, start: int, first_record: int) -> Iterator[Piece]:
         """The pieces of a part from ``start`` on; see `read_pieces`."""
-        for piece, _ in read_pieces(self.path, key, start, first_record, part=part, kind=self.kind or None):
+        cut_part = None if self.cut == "records" else part  # the content may have another kind than the ending tells
+        for piece, _ in read_pieces(self.path, key, start, first_record, part=cut_part, kind=self.kind or None):
             if piece.kind == "text":
                 raise UnreadableError(_NO_TEXT)
             yield piece
@@ -93,9 +95,10 @@ Shard = FileShard | HubShard
 
 
 def sizes_of(shards: Sequence[Shard]) -> np.ndarray:
-    """The sizes by which readers divide the shards, int64 [shards]; all the same if one is unknown."""
-    sizes = [shard.size for shard in shards]
-    return np.array(sizes if None not in sizes and any(sizes) else [_UNKNOWN_SIZE] * len(shards), np.int64)
+    """The sizes by which readers divide the shards, int64 [shards]. One of unknown size counts as the largest does."""
+    largest = max(shard.size or 0 for shard in shards)
+    sizes = [largest if shard.size is None else shard.size for shard in shards]
+    return np.array(sizes if largest else [_UNKNOWN_SIZE] * len(shards), np.int64)
 
 
 def numbers_of(piece: Piece, cut: str) -> np.ndarray:
