@@ -1,12 +1,18 @@
 """The division of shards among readers, by brute force: every record has one owner, and shares are equal."""
 
+import os
 import random
-from itertools import accumulate, pairwise
+from collections import Counter
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
+from tests.unit.record_cases import write_records
+from tests.unit.test_stream import read, source_of
+from titan_like.data.readers import shards
 from titan_like.data.readers.partition import Part, is_in, parts_of, rows_of
 from titan_like.data.readers.raw_text import read_pieces, texts_of
 
@@ -78,3 +84,31 @@ def test_every_line_has_one_reader_wherever_a_file_is_cut(tmp_path: Path, last: 
         for end in range(begin + 1, size + 1):
             wanted = [text for at, text in zip(begins, texts, strict=True) if begin <= at < end and text]
             assert read(Part(0, begin, end, size, end - begin)) == wanted, (begin, end)
+
+
+@pytest.mark.parametrize("name, sizes", [("a.json", 3), ("a.part", 3), ("a.jsonl", 1), ("a.jsonl", 0)])
+def test_urls_of_unknown_format_or_size_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, sizes: int
+) -> None:
+    """The sizes of the first files are known."""
+    storage, files = fsspec.filesystem("memory"), {}
+    texts = [[f"{number}.{record}" for record in range(300)] for number in range(3)]
+    for number in range(3):
+        content = write_records(tmp_path / f"{number}.jsonl", texts[number]).read_bytes()
+        storage.pipe(path := f"/once/{sizes}/{number}.{name}", content)
+        files[f"memory:/{path}"] = (len(content) if number < sizes else None, "1")
+    monkeypatch.setattr(shards, "_UNKNOWN_SIZE", 64)  # smaller than any of the files
+    monkeypatch.setattr(shards, "find_remote", lambda *_: files)
+    source = source_of(tmp_path, paths=["memory://once"], num_readers=7, split="1,0,0")
+    read_by_all = Counter(text for reader in range(7) for _, text in read(source, reader, 0))
+    storage.rm("/once", recursive=True)
+    assert read_by_all == Counter(chain(*texts))
+
+
+def test_a_stream_that_is_no_longer_used_closes_its_files(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_records(tmp_path / "data" / "0.jsonl", ["a text of more than a sample"])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(4):
+        source_of(tmp_path)[0]
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -116,13 +116,6 @@ def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypat
         assert other.state_dict() == {} and digest(other[last]) == digest(fresh[last])
 
 
-def test_a_source_closes_its_files_once_it_is_gone(folder):
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(4):
-        samples_of(source_of(folder), range(3))
-    assert len(os.listdir("/proc/self/fd")) <= before
-
-
 def test_16_then_4_then_64_ranks_read_the_same_samples(folder):
     size = 640
     expected = samples_of(source_of(folder, num_readers=64), range(3 * size))
@@ -340,25 +333,6 @@ def test_a_reader_fetches_its_own_part(tmp_path, storage):
         assert Storage.fetched.total() <= 4 * size / 16 + 2 * line + 2 * read_ahead
         assert len(Storage.fetched) == 1
     assert not any(expected.values())
-
-
-@pytest.mark.parametrize("name, sizes", [("a.json", "all"), ("a.part", "all"), ("a.jsonl", "one"), ("a.jsonl", "none")])
-def test_urls_of_unknown_format_or_size_are_read_once(tmp_path, monkeypatch, storage, name, sizes):
-    paths = [write_records(tmp_path / f"{number}.jsonl", texts_of(number, 300)) for number in range(3)]
-    paths = [path.rename(path.with_name(f"{path.stem}.{name}")) for path in paths]
-    url = storage(paths)
-    monkeypatch.setattr(shards, "_UNKNOWN_SIZE", 64)  # smaller than any of the files
-    find = shards.find_remote
-    known = {"all": 3, "one": 1, "none": 0}[sizes]
-
-    def find_some(*arguments):
-        files = enumerate(find(*arguments).items())
-        return {file: (size if number < known else None, version) for number, (file, (size, version)) in files}
-
-    monkeypatch.setattr(shards, "find_remote", find_some)
-    source = source_of(tmp_path, paths=[f"{url}/*"], num_readers=7, split="1,0,0")
-    read_by_all = Counter(text for reader in range(7) for _, text in read(source, reader, 0))
-    assert read_by_all == Counter(text for number in range(3) for text in texts_of(number, 300))
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl.gz", "json"])
