@@ -153,6 +153,7 @@ def failing_server(request, no_key, monkeypatch):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_wandb_logs_offline_where_its_server_does_not_answer(tmp_path, failing_server, capsys):
     config = wandb_config("auto")
     check_trackers(config.metrics)

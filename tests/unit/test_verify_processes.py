@@ -55,11 +55,13 @@ def sleeps(member: Member, file: Path) -> None:
     time.sleep(3600)
 
 
+@pytest.mark.slow
 def test_starting_slowly_is_no_deadlock() -> None:
     (outcome,) = Group(returned, 1, SlowImport()).wait(60, patience=1.0)
     assert (outcome.ending, outcome.result) == (DONE, "computed"), outcome
 
 
+@pytest.mark.slow
 def test_waiting_for_a_lock_of_another_program_is_no_deadlock(tmp_path: Path) -> None:
     timer = threading.Timer(4.0, (tmp_path / "lock").touch)
     timer.start()
@@ -74,6 +76,7 @@ def test_doing_nothing_is_a_deadlock(tmp_path: Path) -> None:
     assert not any(outcome.is_undecided for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_a_pause_of_the_waiting_process_is_none_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its clock has gone on, but it has not looked at the others meanwhile."""
     begun, monotonic = tmp_path / "begun", time.monotonic
