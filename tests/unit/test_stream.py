@@ -101,8 +101,10 @@ def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypat
     read, whole = [], 0
     encode_all = ByteTokenizer.encode_all
     monkeypatch.setattr(ByteTokenizer, "encode_all", lambda *call: read.append(len(call[1])) or encode_all(*call))
-    for given, settings in product([{}, state], [{}, {"paths": [str(folder / "data" / "*")]}]):
-        source = source_of(folder, **settings)
+    data = folder / "data"
+    same = [[str(data)], [str(data / "*")], [str(data), str(data / ".." / "data")]]
+    for given, paths in product([{}, state], same):
+        source = source_of(folder, paths=paths)
         source.load_state_dict(json.loads(json.dumps(given)))
         assert source.state_dict() == given
         read.clear()

@@ -131,7 +131,8 @@ def find_shards(paths: list[str], split: str = "train", column: str = "text") ->
         else:
             require(named_paths(path), "data.paths", path, _NOTHING)
             kinds = find_kinds([path], "data.paths", _NO_TEXT, split, column)
-            shards |= {str(file): FileShard(file, file.stat().st_size, kind) for file, kind in kinds.items()}
+            for file, kind in kinds.items():  # each once, also where paths spell its folder in other ways
+                shards[str(file.parent.resolve() / file.name)] = FileShard(file, file.stat().st_size, kind)
     local = [file for shard in shards.values() if isinstance(shard, FileShard) and not is_url(str(file := shard.path))]
     identity += [(file.name, file.stat().st_size) for file in local]
     digest = hashlib.blake2b(repr(identity).encode(), digest_size=16)
