@@ -3,6 +3,7 @@
 import os
 import random
 from collections import Counter
+from contextlib import nullcontext
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.unit.record_cases import write_records
 from tests.unit.test_stream import read, source_of
 from titan_like.data.readers import shards
 from titan_like.data.readers.partition import Part, is_in, parts_of, rows_of
-from titan_like.data.readers.raw_text import read_pieces, texts_of
+from titan_like.data.readers.raw_text import UnreadableError, read_pieces, texts_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -103,6 +104,19 @@ def test_urls_of_unknown_format_or_size_are_read_once(
     read_by_all = Counter(text for reader in range(7) for _, text in read(source, reader, 0))
     storage.rm("/once", recursive=True)
     assert read_by_all == Counter(chain(*texts))
+
+
+def test_lines_past_the_listed_size_are_not_left_out_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = write_records(tmp_path / "grown.jsonl", [str(record) for record in range(300)]).read_bytes()
+    fsspec.filesystem("memory").pipe("/grown/0.jsonl", content)
+    for size in (0, len(content) // 2):
+        monkeypatch.setattr(shards, "find_remote", lambda *_, size=size: {"memory://grown/0.jsonl": (size, "1")})
+        source = source_of(tmp_path, paths=["memory://grown"], num_readers=3, split="1,0,0")
+        told = pytest.raises(UnreadableError, match="larger than the") if size else nullcontext()
+        with told:
+            assert len([text for reader in range(3) for text in read(source, reader, 0)]) == 300
 
 
 def test_a_stream_that_is_no_longer_used_closes_its_files(tmp_path: Path) -> None:

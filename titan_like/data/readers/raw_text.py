@@ -214,6 +214,8 @@ def read_pieces(
             start = start or next_line(file, part.begin)
             for piece in _lines(lines_before(file, start, part.end, _PIECE), start, first_record):
                 yield piece, piece.end / part.size
+            if is_remote and part.end == part.size and file.read(1):
+                raise UnreadableError(f"is larger than the {part.size} bytes that were listed; start the run again")
             return
         size = max(path.stat().st_size, 1)
         if kind in _SEPARATORS:

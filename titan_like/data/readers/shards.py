@@ -122,7 +122,7 @@ def find_shards(paths: list[str], split: str = "train", column: str = "text") ->
         has_ending = ending_of(Path(path)) in RECORD_ENDINGS
         if is_url(path):
             remote = find_remote(path, "data.paths", split)
-            shards |= {url: _remote_shard(url, size) for url, (size, _) in remote.items()}
+            shards |= {url: _remote_shard(url, size or None) for url, (size, _) in remote.items()}  # 0 may be unknown
             identity.append(list(remote.items()))
         elif _HUB_NAME.fullmatch(path) and not has_ending and not named_paths(path):
             hub_shards, revision = _shards_of_hub(path, split)
