@@ -34,4 +34,8 @@ def seed_step(seed: int, step: int, stream: int) -> None:
     Checkpoints therefore need no random state: a run that resumes in a layout draws what it would have drawn there.
     """
     digest = hashlib.sha256(f"dropout/{seed}/{step}/{stream}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    number = int.from_bytes(digest[:8], "little") >> 1
+    # What `torch.manual_seed` does for the devices in use. For others, it would format a stack trace.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
