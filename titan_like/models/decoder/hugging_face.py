@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from titan_like.models.decoder.classes import CLASSES, NAMES, Class
+from titan_like.models.decoder.class_row import NAMES, Class
+from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.decoder.tensors import stored_parameters
 from titan_like.models.fields import read_fields, write_fields

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from titan_like.models.decoder.classes import CLASSES, NAMES, Class
+from titan_like.models.decoder.class_row import NAMES, Class
+from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Stored, fused, linear, whole
 
