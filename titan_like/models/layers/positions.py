@@ -20,7 +20,8 @@ def rope_frequencies(
     ``long_factors`` if sequences of ``seq_len`` tokens are longer than the original context. A ``seq_len`` of shape
     [batch, 1, 1] gives each sequence its own, [batch, 1, size / 2].
     """
-    frequencies = theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    # In float64 before it is rounded, as cos and sin are, so that every compiler and device rounds to the same table.
+    frequencies = (theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float64) / size)).float()
     if scaling is None:
         return frequencies
     if scaling.type == "linear":
@@ -67,10 +68,9 @@ def rope_cos_sin(
     positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) of integer positions [..., seq], each float32 [..., seq, rotated / 2], times ``magnitude``."""
-    angles = positions[..., None].float() * frequencies
-    if magnitude == 1:
-        return angles.cos(), angles.sin()
-    return angles.cos() * magnitude, angles.sin() * magnitude
+    angles = (positions[..., None].float() * frequencies).double()
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return (cos, sin) if magnitude == 1 else (cos * magnitude, sin * magnitude)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
