@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from titan_like.config.entry_points import MIXERS, find_entry, load_entry
+from titan_like.config.entry_points import find_entry, load_entry
 from titan_like.config.errors import require
 from titan_like.models.config import RopeScaling, Scaling, WithExperts, WithHeadSize
 
@@ -137,7 +137,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
             yield f"layer_pattern has the kind {name}; say what it is in kinds.{name}, such as its window"
         for name, kind in self.kinds.items():
             if kind.mixer not in ("", self.softmax_mixer):
-                if kind.mixer in MIXERS:
+                if kind.mixer in ("attention", "latent"):
                     yield f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}'
                 if kind.window:
                     yield f"kinds.{name}.window {kind.window} is one of attention; leave it out"
@@ -223,6 +223,20 @@ class DecoderConfig(WithHeadSize, WithExperts):
     def supports_masks(self) -> bool:  # type: ignore[override]
         """Whether all mixers heed document masks."""
         return all(self.mixer_of(name).supports_masks for name, kind in self.kinds.items() if kind.mixer)
+
+    @property
+    def supports_prefixes(self) -> bool:
+        """Whether in all mixers the positions of a prefix can see each other."""
+        return all(self.mixer_of(name).supports_prefixes for name, kind in self.kinds.items() if kind.mixer)
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """As in the base class, and what the mixers split."""
+        widths = super().split_widths
+        for name in (name for name, kind in self.kinds.items() if kind.mixer):
+            of_mixer = self.mixer_of(name).split_widths
+            widths |= {f"kinds.{name}.options.{option}": width for option, width in of_mixer.items()}
+        return widths
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:

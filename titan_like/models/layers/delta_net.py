@@ -11,7 +11,6 @@ from torch import nn
 from titan_like.models.batch import Context
 from titan_like.models.layers.delta_rule import chunk_products, gated_delta_rule, short_convolution
 from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.models.layers.mlp import ACTIVATIONS
 
 
 def _uniform(normal: torch.Tensor) -> torch.Tensor:
@@ -35,13 +34,10 @@ class DeltaCore(nn.Module):
         "dt_bias": _initial_steps,
     }
 
-    def __init__(
-        self, key_heads: int, value_heads: int, key_size: int, value_size: int, taps: int, chunk: int, activation: str
-    ) -> None:
-        """``activation``, of `ACTIVATIONS`, follows the convolution."""
+    def __init__(self, key_heads: int, value_heads: int, key_size: int, value_size: int, taps: int, chunk: int) -> None:
         super().__init__()
         self.sizes = key_heads, value_heads, key_size, value_size
-        self.chunk, self.activation = chunk, ACTIVATIONS[activation]
+        self.chunk = chunk
         self.conv = nn.Parameter(torch.empty(2 * key_heads * key_size + value_heads * value_size, 1, taps))
         self.a_log = nn.Parameter(torch.empty(value_heads))
         self.dt_bias = nn.Parameter(torch.empty(value_heads))
@@ -62,7 +58,7 @@ class DeltaCore(nn.Module):
         """
         conv, a_log, dt_bias = self.weights()
         starts, key_size = None if mask is None else mask.first, self.sizes[2]
-        mixed = self.activation(short_convolution(mixed.flatten(2), conv, starts)).view(mixed.shape)
+        mixed = F.silu(short_convolution(mixed.flatten(2), conv, starts)).view(mixed.shape)
         q, k, v = mixed.split([key_size, key_size, mixed.shape[3] - 2 * key_size], 3)
         strength, step = (gate.flatten(2) for gate in gates.chunk(2, 3))
         dtype = torch.promote_types(step.dtype, torch.float32)
