@@ -196,15 +196,17 @@ def fused(
     sources: tuple[str, ...],
     is_transposed: bool = False,
     pairs: tuple[int, int, int] | None = None,
+    has_gate: bool = False,
 ) -> Stored:
     """A fused projection, ordered [kv_heads, queries per kv head + 2, head_dim], or [kv_heads, 2, head_dim].
 
     The files store queries, keys and values, or only the last two, in a tensor each, or in one, one below the other.
+    With a gate, one follows each query in both.
     """
     key_rows = config.num_kv_heads * config.head_dim
     parts: tuple[int, ...] = (key_rows, key_rows)
     if len(sources) != 2:
-        parts = (config.attention_size, *parts)
+        parts = (config.attention_size * (2 if has_gate else 1), *parts)
     rows = parts if len(sources) > 1 else (sum(parts),)
     shapes = {source: (length, *columns) for source, length in zip(sources, rows, strict=True)}
     if is_transposed:

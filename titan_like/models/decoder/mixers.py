@@ -94,6 +94,8 @@ class SoftmaxMixer(Mixer):
 
     supports_masks = True
 
+    gate: bool = Field(False, description="the sigmoid of a gate, projected as queries are, multiplies the result")
+
     def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
         """As in the base class."""
         return SelfAttention(
@@ -103,6 +105,7 @@ class SoftmaxMixer(Mixer):
             proj_bias=config.attention_bias == "all",
             qk_norm=config.qk_norm,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
+            has_gate=self.gate,
         )
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
