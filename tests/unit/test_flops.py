@@ -101,10 +101,17 @@ def _(rows, other, *_, **__):
     return 2 * rows[0] * rows[1] * other[1]
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5", "moe"])
+GATED = {"num_shared_experts": 2, "shared_expert_gate": True, "ffn_hidden_size": 96, "layer_pattern": ["dense", "full"]}
+GATED |= {"kinds": {"dense": {"dense": True}}}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [("gpt", {}), ("llama", {}), ("bert", {}), ("t5", {}), ("moe", {}), ("moe", GATED)]
+)
 @pytest.mark.parametrize("seq", [64, 192])
-def test_model_flops_equal_what_torch_counts(family, seq):
+def test_model_flops_equal_what_torch_counts(family, more, seq):
     model = flavor(family, "debug")
+    model = type(model).model_validate(model.model_dump() | more)
     assert model_flops_per_token(model, seq, **decoder_of(model)) == counted_flops_per_token(family, model, seq)
 
 
