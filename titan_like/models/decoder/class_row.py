@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from titan_like.models.decoder.expert_fields import DenseLayers
 from titan_like.models.decoder.fields import (
     Layers,
     activation,
@@ -33,6 +34,7 @@ NAMES = {
     "mlp.experts.gate": "mlp.experts.{}.gate_proj", "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj", "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj", "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
     # Of layers of multi-token prediction, which have copies of both tables.
     "mtp.embedding": "embed_tokens", "mtp.output": "shared_head.head", "mtp.norm": "shared_head.norm",
     "mtp.enorm": "enorm", "mtp.hnorm": "hnorm", "mtp.eh_proj": "eh_proj",
@@ -59,8 +61,10 @@ class Class:
     init_std: float = 0.02
     tied: bool = False
     layers: Layers = Layers()  # noqa: RUF009
+    dense: DenseLayers | None = None  # layers without experts, if they need not be the first ones
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
+    has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first
     names: Mapping[str, str] = field(default_factory=dict)  # ours → theirs, where they are not Llama's
@@ -85,4 +89,5 @@ class Class:
             renamed("tied_embeddings", "tie_word_embeddings", self.tied),
             *self.fields,
             Field(self.layers.read, self.layers.write),
+            *([] if self.dense is None else [self.dense.field]),
         )
