@@ -203,6 +203,32 @@ READ: dict[str, tuple[Table, str]] = {
            num_experts_per_tok=8, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1, topk_group=1,
            norm_topk_prob=True, routed_scaling_factor=1.0, rope_theta=1e6, rope_scaling=None), "",
     ),
+    "GLM-4.7-Flash": (
+        deepseek("glm4_moe_lite", "Glm4MoeLiteForCausalLM", 2048, 10240, 47, 20, 20, 154880, 202752, q_lora_rank=768,
+                 qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
+                 moe_intermediate_size=1536, first_k_dense_replace=1, n_group=1, topk_group=1,
+                 routed_scaling_factor=1.8, rope_theta=1e6, rope_scaling=None),
+        "first_k_dense_replace moe_layer_freq scoring_func topk_method",
+    ),
+    "MiniMax-M2": (
+        of("minimax_m2", "MiniMaxM2ForCausalLM", sizes(3072, 1536, 62, 48, 8, 200064, 196608), head_dim=128,
+           rms_norm_eps=1e-6, rotary_dim=64, rope_theta=5e6, num_local_experts=256, num_experts_per_tok=8,
+           scoring_func="sigmoid", use_qk_norm=True, use_routing_bias=True, use_mtp=True, num_mtp_modules=3,
+           shared_intermediate_size=0, output_router_logits=False, router_aux_loss_coef=0.001, quantization_config=FP8),
+        "num_mtp_modules router_aux_loss_coef scoring_func shared_intermediate_size use_mtp use_qk_norm"
+        " use_routing_bias",
+    ),
+    "Granite 3.0 3B-A800M": (
+        of("granitemoe", "GraniteMoeForCausalLM", sizes(1536, 512, 32, 24, 8, 49155, 4096), num_local_experts=40,
+           num_experts_per_tok=8, embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22,
+           attention_multiplier=0.015625, router_aux_loss_coef=0.0, output_router_logits=False,
+           attention_dropout=0.0, attention_bias=False, rms_norm_eps=1e-6, tie_word_embeddings=True), "",
+    ),
+    "FlexOlmo 7x7B": (
+        of("flex_olmo", "FlexOlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 100352, 4096), num_experts=7,
+           num_experts_per_tok=5, norm_topk_prob=False, rms_norm_eps=1e-6, rope_theta=500000.0,
+           router_aux_loss_coef=0.01), "",
+    ),
     "ERNIE 4.5 21B-A3B": (
         of("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", sizes(2560, 12288, 28, 20, 4, 103424, 131072), use_bias=False,
            moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,

@@ -124,6 +124,18 @@ CASES = {
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2}
         | {"qkv_bias": False},
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        SMALL | LATENT | ROUTED | {"v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}},
+    ),
+    "minimax_m2": ("minimax_m2", WIDE | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "flex_olmo": ("flex_olmo", WIDE | EXPERTS | {"norm_topk_prob": True, "attention_bias": True}),
+    "granitemoe": (
+        "granitemoe",
+        WIDE | {"num_local_experts": 5, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "logits_scaling": 7.0}
+        | {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "attention_bias": True},
+    ),
     "qwen3_moe, windows": ("qwen3_moe", WIDE | QWEN_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
 }  # fmt: skip
 
@@ -266,6 +278,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"shared_expert_intermediate_size": 25},
     "deepseek_v2": {"topk_method": "noaux_tc", "norm_topk_prob": True, "mlp_bias": True},
+    "glm4_moe_lite": {"rope_interleave": False},
+    "minimax_m2": {"router_jitter_noise": 0.1, "output_router_logits": True, "rotary_dim": 0},
     "ernie4_5_moe": {"use_bias": True, "moe_layer_end_index": None, "moe_norm_min": 1.0},
     "gpt_neox": {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "gpt": {
@@ -380,8 +394,9 @@ def test_mxfp4_experts_become_bfloat16(tmp_path: Path) -> None:
     assert "quantization_config" not in fields and fields["torch_dtype"] == "bfloat16"
 
 
-def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: Path) -> None:
-    random_folder("deepseek_v3", CASES["deepseek_v3"][1], tmp_path / "hf")
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(model_type: str, tmp_path: Path) -> None:
+    random_folder(model_type, CASES[model_type][1], tmp_path / "hf")
     plain = files_of(tmp_path / "hf")
     last = {name.replace("layers.3.", "layers.4."): t + 1 for name, t in plain.items() if "layers.3." in name}
     for name, size in (("enorm", (48,)), ("hnorm", (48,)), ("shared_head.norm", (48,)), ("eh_proj", (48, 96))):
@@ -390,7 +405,7 @@ def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: 
     plain["model.layers.4.embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
     plain["model.layers.4.shared_head.head.weight"] = plain["lm_head.weight"].clone()
     packed = {name: tensor.clone() for name, tensor in plain.items()}
-    for name in [name for name in plain if "_proj" in name and "eh_proj" not in name]:
+    for name in [name for name in plain if "_proj.weight" in name and "eh_proj" not in name]:
         rows, columns = plain[name].shape
         scales = torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5
         packed |= {name: plain[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}

@@ -13,7 +13,7 @@ from titan_like.models.decoder.fields import (
     head_size,
     kv_heads,
 )
-from titan_like.models.fields import Field, renamed
+from titan_like.models.fields import Field, reciprocal, renamed
 
 # Ours → Llama's, or the names of the only class that has such tensors. Names in layers begin with the layer's.
 # fmt: off
@@ -30,7 +30,8 @@ NAMES = {
     "latent.kv_a": "self_attn.kv_a_proj_with_mqa", "latent.kv_b": "self_attn.kv_b_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",  # gate = up: gate above up
     "mlp.router": "mlp.gate", "mlp.router.bias": "mlp.gate.e_score_correction_bias",  # on scores for the choice alone
-    # One tensor an expert, or without {} one of all experts, transposed, where gate = up has rows of both in turn.
+    # One tensor an expert, or without {} one of all experts: gate above up of each, or with `has_experts_in_turn`
+    # transposed, where gate = up has rows of both in turn.
     "mlp.experts.gate": "mlp.experts.{}.gate_proj", "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj", "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj", "mlp.shared.down": "mlp.shared_experts.down_proj",
@@ -42,6 +43,15 @@ NAMES = {
 # fmt: on
 QK_HEAD, QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 MLP_BIAS, HEAD_SIZE, BIAS = renamed("mlp_bias", "mlp_bias", False), head_size(), bias()
+GRANITE_SCALES = (
+    renamed("embedding_scale", "embedding_multiplier", 1.0),
+    renamed("residual_scale", "residual_multiplier", 1.0),
+    Field(
+        lambda fields, shape: {"attention_scale": fields.positive("attention_multiplier", 1.0)},
+        lambda config: {"attention_multiplier": config.score_scale},
+    ),
+    reciprocal("logit_scale", "logits_scaling", 1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Class:
     dense: DenseLayers | None = None  # layers without experts, if they need not be the first ones
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
+    has_experts_in_turn: bool = False
     has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first

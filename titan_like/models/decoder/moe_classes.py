@@ -1,9 +1,10 @@
 """Decoder classes of transformers with experts, a row for each; see `titan_like.models.decoder.classes`."""
 
-from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, QK_ALL, QK_HEAD, Class
+from titan_like.models.decoder.class_row import BIAS, GRANITE_SCALES, HEAD_SIZE, QK_ALL, QK_HEAD, Class
 from titan_like.models.decoder.expert_fields import (
     BY_INTERVAL,
     BY_STEP,
+    BY_TYPE,
     GROUP_LIMIT,
     auxiliary_loss,
     experts,
@@ -25,17 +26,20 @@ _LATENTS = (
     latent_kv_heads(),
     BIAS,
 )
+_NO_LOSS = fixed("output_router_logits", False, is_written=False)
 # fmt: off
+_MIXTRAL_NAMES = {
+    "mlp.router": "block_sparse_moe.gate", "mlp.router.bias": "block_sparse_moe.e_score_correction_bias",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1", "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+_NO_JITTER = fixed("router_jitter_noise", 0.0, 0, is_written=False)
 MOE_CLASSES = (
     Class(
         "MixtralForCausalLM", ("mixtral",), (32000, 4096, 14336, 32, 32, 8, 131072),
         fields=(HEAD_SIZE, *experts("num_local_experts", 8, 2, "intermediate_size", 14336), auxiliary_loss()),
-        fixed=(fixed("router_jitter_noise", 0.0, 0, is_written=False),), eps=("rms_norm_eps", 1e-5),
-        layers=Layers("all", rope=Rope(("rope_theta", 1e6))),
-        names={
-            "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
-            "mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
-        },
+        fixed=(_NO_JITTER,), eps=("rms_norm_eps", 1e-5), layers=Layers("all", rope=Rope(("rope_theta", 1e6))),
+        names=_MIXTRAL_NAMES,
     ),
     Class(
         "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), QK_HEAD,
@@ -64,6 +68,32 @@ MOE_CLASSES = (
         fixed=(fixed("clip_qkv", None, is_written=False),), eps=("rms_norm_eps", 1e-5),
     ),
     Class(
+        "FlexOlmoForCausalLM", ("flex_olmo",), (100352, 4096, 11008, 32, 32, 0, 4096), QK_ALL | {"block": "post"},
+        (
+            HEAD_SIZE, BIAS, *experts("num_experts", 7, 5, "intermediate_size", 11008), auxiliary_loss(0.01),
+            _NO_RENORMALIZE,
+        ),
+        layers=Layers(rope=Rope(("rope_theta", 500_000.0))),
+        names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    ),
+    Class(
+        "GraniteMoeForCausalLM", ("granitemoe",), (32000, 4096, 11008, 32, 32, 0, 2048),
+        fields=(
+            *GRANITE_SCALES, HEAD_SIZE, BIAS, *experts("num_local_experts", 8, 2, "intermediate_size", 11008),
+            auxiliary_loss(),
+        ),
+        names={
+            "mlp.router": "block_sparse_moe.router.layer", "mlp.experts.down": "block_sparse_moe.output_linear",
+            "mlp.experts.gate": "block_sparse_moe.input_linear", "mlp.experts.up": "block_sparse_moe.input_linear",
+        },
+    ),
+    Class(
+        "MiniMaxM2ForCausalLM", ("minimax_m2",), (200064, 3072, 1536, 62, 48, 8, 196608), _SIGMOID | QK_ALL,
+        (head_size(128), *experts("num_local_experts", 256, 8, "intermediate_size", 1536)),
+        fixed=(_NO_JITTER, _NO_LOSS), names=_MIXTRAL_NAMES,
+        layers=Layers(rope=Rope(("rope_theta", 5e6), fraction=(_FRACTION[0], 1.0), rotated=("rotary_dim", 128))),
+    ),
+    Class(
         "GptOssForCausalLM", ("gpt_oss",), (201088, 2880, 2880, 36, 64, 8, 131072),
         {
             "attention_bias": "all", "attention_sinks": True, "activation": "clamped_swiglu", "router_bias": True,
@@ -83,6 +113,7 @@ MOE_CLASSES = (
                 },
             ),
         ),
+        has_experts_in_turn=True,
         names={
             "mlp.router": "mlp.router", "mlp.experts.gate": "mlp.experts.gate_up_proj",
             "mlp.experts.up": "mlp.experts.gate_up_proj", "mlp.experts.down": "mlp.experts.down_proj",
@@ -102,6 +133,17 @@ MOE_CLASSES = (
             fixed("rope_interleave", True),
         ),
         ignored=frozenset({"qk_head_dim", "num_mtp_layers"}), is_interleaved=True,
+    ),
+    Class(
+        "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",), (154880, 2048, 10240, 47, 20, None, 202752), _SIGMOID,
+        (
+            *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 768), renamed("nope_head_size", "qk_nope_head_dim", 192),
+            renamed("value_head_size", "v_head_dim", 256), renamed("routed_scaling", "routed_scaling_factor", 1.8),
+            *_GROUPS, *experts("n_routed_experts", 64, 4, "moe_intermediate_size", 1536), _RENORMALIZE, _MTP,
+            count("num_shared_experts", "n_shared_experts", 1),
+        ),
+        fixed=(fixed("rope_interleave", True),), eps=("rms_norm_eps", 1e-5), dense=BY_TYPE,
+        ignored=frozenset({"qk_head_dim"}), is_interleaved=True,
     ),
     Class(
         "DeepseekV2ForCausalLM", ("deepseek_v2",), (102400, 4096, 11008, 32, 32, None, 2048),
@@ -146,7 +188,7 @@ MOE_CLASSES = (
         ),
         fixed=(
             fixed("use_bias", False), fixed("moe_norm_min", 1e-12),
-            fixed("output_router_logits", False, is_written=False),
+            _NO_LOSS,
         ),
         eps=("rms_norm_eps", 1e-5), tied=True, layers=Layers(rope=Rope(("rope_theta", 500_000.0))), dense=BY_INTERVAL,
         is_interleaved=True, has_stacked_bias=True,

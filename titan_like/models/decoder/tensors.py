@@ -120,10 +120,14 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
             if "{}" in source:
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(tensors, size))
-            else:  # gate and up in turn, each matrix transposed
+            elif row.has_experts_in_turn:  # gate and up in turn, each matrix transposed
                 taken, times = {"gate": ((0, None, 2), 2), "up": ((1, None, 2), 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
+            else:  # gate above up
+                taken, times = {"gate": ((ffn,), 2), "up": ((ffn, None), 2), "down": ((), 1)}[name]
+                sources = {f"{source}.{part}": (experts, times * rows, *size[1:])}
+                yield Stored(label, shape, sources, is_stacked=True, taken=taken)
     if config.num_shared_experts:
         yield from _mlp(config, f"{ours}mlp.shared", "mlp.shared", theirs, config.num_shared_experts * ffn)
     if config.shared_expert_gate:
