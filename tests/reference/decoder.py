@@ -163,6 +163,7 @@ class _Decoder:
         name, kind, scale = f"layers.{number}", self.kind_of(number), self.fields["residual_scale"]
         attend = self.latent_attention if self.fields["kv_lora_rank"] else self.attention
         is_dense = not self.fields["num_experts"] or number < self.fields["num_dense_layers"]
+        is_dense |= kind.get("dense", False) and number < self.fields["num_layers"]
 
         def attention(x: torch.Tensor) -> torch.Tensor:
             if kind["mixer"] == "gated_delta_net":
@@ -304,14 +305,21 @@ class _Decoder:
         result = torch.stack(results).view_as(x)
         if fields["num_shared_experts"]:
             inner = self.activate(self.linear(f"{name}.shared.gate", x), self.linear(f"{name}.shared.up", x))
-            result = result + self.linear(f"{name}.shared.down", inner)
+            shared = self.linear(f"{name}.shared.down", inner)
+            if fields["shared_expert_gate"]:
+                shared = shared / (1 + (-self.linear(f"{name}.shared_gate", x)).exp())
+            result = result + shared
         return result
 
     def choose(self, scores: list[float]) -> list[int]:
-        """The experts of one token: the best of the groups with the best sums of two (arXiv 2412.19437)."""
+        """The experts of one token: the best of the best groups.
+
+        A group is as good as the sum of its two best experts (arXiv 2412.19437), or as its best (2405.04434).
+        """
+        counted = 1 if self.fields["router_group_score"] == "max" else 2
         size = len(scores) // self.fields["router_groups"]
         groups = [range(first, first + size) for first in range(0, len(scores), size)]
-        groups.sort(key=lambda group: -sum(sorted((scores[expert] for expert in group), reverse=True)[:2]))
+        groups.sort(key=lambda group: -sum(sorted((scores[expert] for expert in group), reverse=True)[:counted]))
         if self.fields["router_top_groups"] < self.fields["router_groups"]:
             groups = groups[: self.fields["router_top_groups"]]
         left = [expert for group in groups for expert in group]

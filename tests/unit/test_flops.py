@@ -109,13 +109,16 @@ def _(a, b, *_, **__):
     return 2 * math.prod(b) * a[-1]
 
 
+GATED = {"num_shared_experts": 2, "shared_expert_gate": True, "ffn_hidden_size": 96, "layer_pattern": ["dense", "full"]}
+GATED |= {"kinds": {"dense": {"dense": True}}}
 FLAVORS = [(family, "debug") for family in ("gpt", "llama", "bert", "t5", "moe")] + [("decoder", "debug_linear")]
 
 
-@pytest.mark.parametrize(("family", "name"), FLAVORS)
+@pytest.mark.parametrize(("family", "name", "more"), [*((*names, {}) for names in FLAVORS), ("moe", "debug", GATED)])
 @pytest.mark.parametrize("seq", [64, 192])
-def test_model_flops_equal_what_torch_counts(family, name, seq):
+def test_model_flops_equal_what_torch_counts(family, name, more, seq):
     model = flavor(family, name)
+    model = type(model).model_validate(model.model_dump() | more)
     assert model_flops_per_token(model, seq, **decoder_of(model)) == counted_flops_per_token(family, model, seq)
 
 

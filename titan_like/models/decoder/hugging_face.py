@@ -94,16 +94,18 @@ def _lacks(config: DecoderConfig, row: Class) -> list[str]:
         read_back = from_fields(Fields(ClassOf(row).to_fields(config)))
     except RefusedError:
         return ["layer_pattern"] * 9
-    ours, theirs = _compared(config), _compared(read_back)
+    has_kinds = bool(config.kinds or read_back.kinds)
+    ours, theirs = _compared(config, has_kinds), _compared(read_back, has_kinds)
     return [name for name in ours if ours[name] != theirs[name]]
 
 
-def _compared(config: DecoderConfig) -> dict[str, Any]:
+def _compared(config: DecoderConfig, has_kinds: bool) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in DecoderConfig.model_fields if name not in _NOT_COMPARED}
-    if config.kinds:
-        values |= {"rope_theta": 0, "rope_scaling": None}
+    if has_kinds:
+        values |= {"rope_theta": 0, "rope_scaling": None, "num_dense_layers": 0}
     layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
-    values |= {"layer_pattern": layers if config.kinds else layers[:1] * config.num_layers}
+    layers = [kind.model_copy(update={"dense": i in config.dense_layers}) for i, kind in enumerate(layers)]
+    values |= {"layer_pattern": layers if has_kinds else layers[:1] * config.num_layers}
     return values | {
         "balance": config.balance == "bias" and config.num_experts > 0,
         "attention_scale": config.score_scale,

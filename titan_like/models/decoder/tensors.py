@@ -16,6 +16,7 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
     """Where each parameter of the model is stored. Names and shapes of parameters are the same in all classes."""
     names = NAMES | dict(row.names)
     table, head = (config.padded_vocab_size, config.hidden_size), f"{names['output']}.weight"
+    dense_layers = config.dense_layers
     numbers = range(config.num_layers, config.num_layers + config.mtp_layers)  # which have copies of both tables
     of_table, of_head = (
         [f"{names['layers']}.{i}.{names[name]}.weight" for i in numbers] for name in ("mtp.embedding", "mtp.output")
@@ -28,8 +29,8 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
         for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
             yield from _norm(config, ours + name, theirs[name])
         yield from (_latents if config.kv_lora_rank else _attention)(config, row, ours, theirs)
-        if config.num_experts and layer >= config.num_dense_layers:
-            yield from _experts(config, ours, theirs)
+        if config.num_experts and layer not in dense_layers:
+            yield from _experts(config, row, ours, theirs)
         else:
             yield from _mlp(config, f"{ours}mlp", "mlp", theirs, config.ffn_hidden_size)
         if layer in numbers:
@@ -100,14 +101,15 @@ def _mlp(config: DecoderConfig, ours: str, name: str, theirs: dict[str, str], ff
                 yield whole(label, f"{source}.{part}", size)
 
 
-def _experts(config: DecoderConfig, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
     experts, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
     yield whole(f"{ours}mlp.router.weight", f"{theirs['mlp.router']}.weight", (experts, hidden))
     if config.router_bias:
         yield whole(f"{ours}mlp.router.logit_bias", f"{theirs['mlp.router']}.bias", (experts,))
     if config.balance == "bias":
-        bias = whole(f"{ours}mlp.router.bias", theirs["mlp.router.bias"], (experts,))
-        yield replace(bias, is_buffer=True)
+        shape = (1, experts) if row.has_stacked_bias else (experts,)
+        bias = Stored(f"{ours}mlp.router.bias", (experts,), {theirs["mlp.router.bias"]: shape}, is_buffer=True)
+        yield replace(bias, is_stacked=row.has_stacked_bias)
     for name in _MATRICES:
         source = theirs[f"mlp.experts.{name}"]
         rows, columns = (hidden, ffn) if name == "down" else (ffn, hidden)
@@ -118,9 +120,15 @@ def _experts(config: DecoderConfig, ours: str, theirs: dict[str, str]) -> Iterat
             if "{}" in source:
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(tensors, size))
-            else:  # gate and up in turn, each matrix transposed
+            elif row.has_experts_in_turn:  # gate and up in turn, each matrix transposed
                 taken, times = {"gate": ((0, None, 2), 2), "up": ((1, None, 2), 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
+            else:  # gate above up
+                taken, times = {"gate": ((ffn,), 2), "up": ((ffn, None), 2), "down": ((), 1)}[name]
+                sources = {f"{source}.{part}": (experts, times * rows, *size[1:])}
+                yield Stored(label, shape, sources, is_stacked=True, taken=taken)
     if config.num_shared_experts:
         yield from _mlp(config, f"{ours}mlp.shared", "mlp.shared", theirs, config.num_shared_experts * ffn)
+    if config.shared_expert_gate:
+        yield from linear(f"{ours}mlp.shared_gate", theirs["mlp.shared_gate"], (1, hidden), False)
