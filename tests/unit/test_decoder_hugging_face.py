@@ -46,6 +46,8 @@ QWEN_MOE = EXPERTS | {"moe_intermediate_size": 24, "sliding_window": WINDOW, "us
 NEEDED = {"dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}}
 NEEDED |= {"deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"head_dim": 128}}
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
+DELTA |= {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
 CASES = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mistral": ("mistral", WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -137,6 +139,13 @@ CASES = {
         | {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "attention_bias": True},
     ),
     "qwen3_moe, windows": ("qwen3_moe", WIDE | QWEN_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen3_next": (
+        "qwen3_next",
+        WIDE | EXPERTS | DELTA | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}
+        | {"attention_bias": True, "num_key_value_heads": 1, "mlp_only_layers": [2], "head_dim": 24}
+        | {"layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")]}
+        | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}},
+    ),
 }  # fmt: skip
 
 

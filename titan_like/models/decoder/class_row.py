@@ -28,6 +28,10 @@ NAMES = {
     "latent.q": "self_attn.q_proj", "latent.q_a": "self_attn.q_a_proj", "latent.q_b": "self_attn.q_b_proj",
     "latent.q_norm": "self_attn.q_a_layernorm", "latent.kv_norm": "self_attn.kv_a_layernorm",
     "latent.kv_a": "self_attn.kv_a_proj_with_mqa", "latent.kv_b": "self_attn.kv_b_proj",
+    # Of gated delta nets.
+    "delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba",
+    "delta.conv": "linear_attn.conv1d.weight", "delta.a_log": "linear_attn.A_log",
+    "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",  # gate = up: gate above up
     "mlp.router": "mlp.gate", "mlp.router.bias": "mlp.gate.e_score_correction_bias",  # on scores for the choice alone
     # One tensor an expert, or without {} one of all experts: gate above up of each, or with `has_experts_in_turn`

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from titan_like.config.entry_points import MIXERS
 from titan_like.models.decoder.class_row import NAMES, Class
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
@@ -71,7 +72,7 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
     Raises a `RefusedError` if there is none. The message names what the nearest one lacks.
     """
     for kind in config.kinds.values():
-        if kind.mixer not in ("", config.softmax_mixer):
+        if kind.mixer not in ("", *MIXERS):
             raise RefusedError(
                 f"no class of transformers has the mixer {kind.mixer}; write the family's hugging_face.py"
             )

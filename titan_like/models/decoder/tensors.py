@@ -6,6 +6,7 @@ from dataclasses import replace
 from titan_like.models.decoder.class_row import NAMES, Class
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.decoder.mixers import DeltaMixer, SoftmaxMixer
 from titan_like.models.hugging_face import Stored, fused, linear, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -28,7 +29,13 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
         theirs = {name: f"{names['layers']}.{layer}.{of_layer}" for name, of_layer in names.items()}
         for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
             yield from _norm(config, ours + name, theirs[name])
-        yield from (_latents if config.kv_lora_rank else _attention)(config, row, ours, theirs)
+        mixer = config.mixer_of(config.kind_of(layer))
+        if isinstance(mixer, DeltaMixer):
+            yield from _delta_net(config, mixer, ours, theirs)
+        elif isinstance(mixer, SoftmaxMixer):
+            yield from _attention(config, row, ours, theirs, mixer.gate)
+        else:
+            yield from _latents(config, row, ours, theirs)
         if config.num_experts and layer not in dense_layers:
             yield from _experts(config, row, ours, theirs)
         else:
@@ -47,7 +54,23 @@ def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
     return linear(ours, theirs, (config.hidden_size,), config.norm == "layer")
 
 
-def _attention(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+def _delta_net(config: DecoderConfig, mixer: DeltaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+    ours, hidden, groups, heads = f"{ours}attention.", config.hidden_size, mixer.key_heads, mixer.value_heads
+    keys, values = groups * mixer.key_head_size, heads * mixer.value_head_size
+    yield from linear(f"{ours}qkvz", theirs["delta.qkvz"], (2 * (keys + values), hidden), False)
+    yield from linear(f"{ours}ba", theirs["delta.ba"], (2 * heads, hidden), False)
+    shape = (2 * keys + values, 1, mixer.conv_size)  # the files have all queries' channels first, then all keys'
+    sources = {theirs["delta.conv"]: shape}
+    yield Stored(f"{ours}core.conv", shape, sources, parts=(keys, keys, values), groups=groups)
+    for name in ("a_log", "dt_bias"):
+        yield whole(f"{ours}core.{name}", theirs[f"delta.{name}"], (heads,))
+    yield from linear(f"{ours}norm", theirs["delta.norm"], (mixer.value_head_size,), False)
+    yield from linear(f"{ours}proj", theirs["delta.proj"], (hidden, values), False)
+
+
+def _attention(
+    config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str], has_gate: bool
+) -> Iterator[Stored]:
     hidden, width, head = config.hidden_size, config.attention_size, config.head_dim
     pairs = (head, 0, config.rotary_size) if row.is_interleaved else None
     qkv = theirs["attention.qkv"]
@@ -58,7 +81,7 @@ def _attention(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, s
             rows = (width + 2 * config.num_kv_heads * head, *columns)
             yield whole(f"{ours}attention.qkv.{part}", tensors[0], rows)
         else:
-            yield fused(config, f"{ours}attention.qkv.{part}", columns, tensors, pairs=pairs)
+            yield fused(config, f"{ours}attention.qkv.{part}", columns, tensors, pairs=pairs, has_gate=has_gate)
     has_bias = config.attention_bias == "all"
     yield from linear(f"{ours}attention.proj", theirs["attention.proj"], (hidden, width), has_bias)
     if config.attention_sinks:
