@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.reference.delta_net import delta_net
+
 Fields = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
 Linear = Callable[[str, torch.Tensor], torch.Tensor]  # the linear layer of this name, applied
@@ -148,15 +150,24 @@ class _Decoder:
         """Window and rotation of a layer. That for multi-token prediction is like the first."""
         fields, pattern = self.fields, self.fields["layer_pattern"] or ["full"]
         name = pattern[number % len(pattern) if number < fields["num_layers"] else 0]
-        of_model = {"window": 0, "rope_theta": fields["rope_theta"], "rope_scaling": fields["rope_scaling"]}
+        of_model = {
+            "window": 0,
+            "mixer": "",
+            "options": {},
+            "rope_theta": fields["rope_theta"],
+            "rope_scaling": fields["rope_scaling"],
+        }
         return of_model | dict(fields["kinds"].get(name, {}))
 
     def layer(self, number: int, x: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         name, kind, scale = f"layers.{number}", self.kind_of(number), self.fields["residual_scale"]
         attend = self.latent_attention if self.fields["kv_lora_rank"] else self.attention
         is_dense = not self.fields["num_experts"] or number < self.fields["num_dense_layers"]
+        is_dense |= kind.get("dense", False) and number < self.fields["num_layers"]
 
         def attention(x: torch.Tensor) -> torch.Tensor:
+            if kind["mixer"] == "gated_delta_net":
+                return self.delta_net(f"{name}.attention", kind["options"], x)
             return attend(f"{name}.attention", kind, x)
 
         def mlp(x: torch.Tensor) -> torch.Tensor:
@@ -178,13 +189,20 @@ class _Decoder:
                 return x + scale * attended + scale * mlp(self.norm(f"{name}.mlp_norm", x))
         raise AssertionError(self.fields["block"])
 
+    def delta_net(self, name: str, options: Mapping[str, int], x: torch.Tensor) -> torch.Tensor:
+        own = {key.removeprefix(f"{name}."): value for key, value in self.weights.items() if key.startswith(name)}
+        linear, eps = (lambda part, x: self.linear(f"{name}.{part}", x)), self.fields["norm_eps"]
+        return delta_net(options, own, linear, eps, x, self.sample.documents)
+
     def attention(self, name: str, kind: Fields, x: torch.Tensor) -> torch.Tensor:
         fields, width = self.fields, self.fields["head_size"]
         groups, per_group = fields["num_kv_heads"], fields["num_attention_heads"] // fields["num_kv_heads"]
         rows = self.linear(f"{name}.qkv", x).split(width, -1)  # a group's queries, its key, its value, the next group's
-        q = [rows[group * (per_group + 2) + i] for group in range(groups) for i in range(per_group)]
-        k = [rows[group * (per_group + 2) + per_group] for group in range(groups)]
-        v = [rows[group * (per_group + 2) + per_group + 1] for group in range(groups)]
+        each = 2 if kind["options"].get("gate") else 1  # a query, and maybe its gate
+        size = each * per_group + 2
+        q = [rows[group * size + each * i] for group in range(groups) for i in range(per_group)]
+        k = [rows[group * size + size - 2] for group in range(groups)]
+        v = [rows[group * size + size - 1] for group in range(groups)]
         if fields["qk_norm"] == "head":
             q, k = [self.norm(f"{name}.q_norm", head) for head in q], [self.norm(f"{name}.k_norm", head) for head in k]
         elif fields["qk_norm"] == "all":
@@ -197,6 +215,10 @@ class _Decoder:
             self.attend(name, i, kind["window"], scale, (q[i], k[i // per_group], v[i // per_group]))
             for i in range(len(q))
         ]
+        if each == 2:
+            heads = [
+                head * rows[i // per_group * size + 2 * (i % per_group) + 1].sigmoid() for i, head in enumerate(heads)
+            ]
         return self.linear(f"{name}.proj", torch.cat(heads, -1))
 
     def latent_attention(self, name: str, kind: Fields, x: torch.Tensor) -> torch.Tensor:
@@ -283,14 +305,21 @@ class _Decoder:
         result = torch.stack(results).view_as(x)
         if fields["num_shared_experts"]:
             inner = self.activate(self.linear(f"{name}.shared.gate", x), self.linear(f"{name}.shared.up", x))
-            result = result + self.linear(f"{name}.shared.down", inner)
+            shared = self.linear(f"{name}.shared.down", inner)
+            if fields["shared_expert_gate"]:
+                shared = shared / (1 + (-self.linear(f"{name}.shared_gate", x)).exp())
+            result = result + shared
         return result
 
     def choose(self, scores: list[float]) -> list[int]:
-        """The experts of one token: the best of the groups with the best sums of two (arXiv 2412.19437)."""
+        """The experts of one token: the best of the best groups.
+
+        A group is as good as the sum of its two best experts (arXiv 2412.19437), or as its best (2405.04434).
+        """
+        counted = 1 if self.fields["router_group_score"] == "max" else 2
         size = len(scores) // self.fields["router_groups"]
         groups = [range(first, first + size) for first in range(0, len(scores), size)]
-        groups.sort(key=lambda group: -sum(sorted((scores[expert] for expert in group), reverse=True)[:2]))
+        groups.sort(key=lambda group: -sum(sorted((scores[expert] for expert in group), reverse=True)[:counted]))
         if self.fields["router_top_groups"] < self.fields["router_groups"]:
             groups = groups[: self.fields["router_top_groups"]]
         left = [expert for group in groups for expert in group]

@@ -53,7 +53,8 @@ class PlainExperts:
         given = ranked.clone()
         for row in ranked if config.router_top_groups < config.router_groups else ():
             groups = row.chunk(config.router_groups)  # views
-            sums = [sum(group.sort(descending=True).values[:2]).item() for group in groups]
+            counted = 1 if config.router_group_score == "max" else 2
+            sums = [sum(group.sort(descending=True).values[:counted]).item() for group in groups]
             for group in sorted(range(len(groups)), key=lambda number: -sums[number])[config.router_top_groups :]:
                 groups[group].fill_(-math.inf)
         chosen = ranked.argsort(dim=1, descending=True, stable=True)[:, : config.experts_per_token]
@@ -77,7 +78,9 @@ class PlainExperts:
                 inner = gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (1 + up.clamp(-7, 7))
             results = results.masked_scatter(is_sent[..., None], self._linear(inner, mlp.experts.down, expert))
         total = (results * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
-        return total if mlp.shared is None else total + mlp.shared(x)
+        if mlp.shared is None:
+            return total
+        return total + mlp.shared(x) * (1.0 if mlp.shared_gate is None else torch.sigmoid(mlp.shared_gate(x)))
 
     def _replay(self, name: str, scores: torch.Tensor, chosen: torch.Tensor, samples: int) -> torch.Tensor:
         earlier = self.routed.setdefault(name, [])

@@ -40,7 +40,7 @@ class PlainOptimizer:
         rule, is_matrix = self.fields["name"], weight.ndim == 2
         if rule == "muon":
             rule = "muon" if is_matrix and name.startswith("layers.") else "adamw"
-        decay = self.fields["weight_decay"] if is_matrix else 0.0
+        decay = self.fields["weight_decay"] if weight.ndim > 1 else 0.0
         state = self.state.setdefault((name, number), {})
         return getattr(self, f"_{rule}")(state, weight, gradient * factor, lr, decay)
 

@@ -44,6 +44,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"num_layers": 1},
         {"num_layers": 2, "layer_pattern": ["local", "full"], "kinds": {"local": {"window": 3}}},
         {"num_layers": 3, "layer_pattern": ["local", "free"], "kinds": {"local": SCALED, "free": {"rope_theta": 0.0}}},
+        {"num_layers": 3, "layer_pattern": ["full", "dense"], "kinds": {"dense": {"window": 4, "dense": True}}},
     ],
     "attention_bias": [{"attention_bias": value} for value in ("none", "qkv", "all")],
     "qk_norm": [{"qk_norm": value} for value in ("none", "head", "all")],
@@ -65,10 +66,17 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         EXPERTS | {"z_loss_coefficient": 0.3, "balance_coefficient": 0.5},
         EXPERTS | {"num_dense_layers": 1, "router_score": "sigmoid", "renormalize": False, "balance": "none"},
         EXPERTS | {"router_groups": 3, "router_top_groups": 2, "router_score": "sigmoid", "balance": "bias"},
+        EXPERTS | {"router_groups": 2, "router_top_groups": 1, "router_group_score": "max", "balance_coefficient": 0.4},
         EXPERTS | {"experts_per_token": 1, "renormalize": False, "routed_scaling": 2.5, "balance_coefficient": 0.2},
         EXPERTS | {"experts_per_token": 3, "balance": "bias", "bias_update_rate": 0.02, "z_loss_coefficient": 0.1},
     ],
-    "of experts": [{}, {"router_bias": True}, {"expert_bias": True}, {"num_shared_experts": 2}],
+    "of experts": [
+        {},
+        {"router_bias": True},
+        {"expert_bias": True},
+        {"num_shared_experts": 2},
+        {"num_shared_experts": 1, "shared_expert_gate": True},
+    ],
     "embedding": [
         {"vocab_multiple": 8},
         {"vocab_multiple": 1, "embedding_scale": 3.0},
@@ -132,6 +140,7 @@ def fields_of(row: Row) -> dict[str, Any]:
     if not fields.get("num_experts"):
         fields = {name: value for name, value in fields.items() if name not in ("router_bias", "expert_bias")}
         fields.pop("num_shared_experts", None)
+        fields.pop("shared_expert_gate", None)
     return fields
 
 

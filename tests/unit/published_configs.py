@@ -85,6 +85,11 @@ GRANITE |= {"attention_multiplier": 0.0078125, "attention_dropout": 0.1, "attent
 GEMMA4B = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
 GEMMA4B |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 
+QWEN_MOE: Table = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60}
+QWEN_MOE |= {"num_experts_per_tok": 4, "norm_topk_prob": False, "decoder_sparse_step": 1, "rope_theta": 1e6}
+QWEN_MOE |= {"output_router_logits": False, "router_aux_loss_coef": 0.001, "use_sliding_window": False}
+QWEN_MOE |= {"sliding_window": 32768, "max_window_layers": 21, "qkv_bias": True, "rms_norm_eps": 1e-6}
+
 # (config.json, the names of the fields whose values the line about ignored fields has)
 READ: dict[str, tuple[Table, str]] = {
     "LLaMA-1 7B": (llama(4096, 11008, 32, 32, None, 32000, 2048, max_sequence_length=2048), "max_sequence_length"),
@@ -166,6 +171,70 @@ READ: dict[str, tuple[Table, str]] = {
                  n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827, rope_theta=50000.0,
                  quantization_config=FP8), "",
     ),
+    "Qwen1.5 MoE A2.7B": (
+        of("qwen2_moe", "Qwen2MoeForCausalLM", sizes(2048, 5632, 24, 16, 16, 151936, 8192) | QWEN_MOE), "",
+    ),
+    "Qwen2 57B-A14B": (
+        of("qwen2_moe", "Qwen2MoeForCausalLM", sizes(3584, 18944, 28, 28, 4, 151936, 131072) | QWEN_MOE,
+           moe_intermediate_size=2560, shared_expert_intermediate_size=20480, num_experts=64, num_experts_per_tok=8),
+        "",
+    ),
+    "DeepSeek-V2-Lite": (
+        deepseek("deepseek_v2", "DeepseekV2ForCausalLM", 2048, 10944, 27, 16, 16, 102400, 163840, q_lora_rank=None,
+                 n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
+                 first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="greedy", scoring_func="softmax",
+                 norm_topk_prob=False, routed_scaling_factor=1.0), "n_group topk_group",
+    ),
+    "DeepSeek-V2": (
+        deepseek("deepseek_v2", "DeepseekV2ForCausalLM", 5120, 12288, 60, 128, 128, 102400, 163840, topk_group=3,
+                 n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1536,
+                 first_k_dense_replace=1, topk_method="group_limited_greedy", scoring_func="softmax",
+                 norm_topk_prob=False, routed_scaling_factor=16.0), "",
+    ),
+    "dots.llm1": (
+        of("dots1", "Dots1ForCausalLM", sizes(4096, 10944, 62, 32, 32, 152064, 32768), n_routed_experts=128,
+           num_experts_per_tok=6, n_shared_experts=2, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1,
+           topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="noaux_tc", rope_theta=1e7,
+           sliding_window=None, max_window_layers=62), "scoring_func",
+    ),
+    "GLM-4.5-Air": (
+        of("glm4_moe", "Glm4MoeForCausalLM", sizes(4096, 10944, 46, 96, 8, 151552, 131072), head_dim=128,
+           attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=False, n_routed_experts=128, n_shared_experts=1,
+           num_experts_per_tok=8, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1, topk_group=1,
+           norm_topk_prob=True, routed_scaling_factor=1.0, rope_theta=1e6, rope_scaling=None), "",
+    ),
+    "GLM-4.7-Flash": (
+        deepseek("glm4_moe_lite", "Glm4MoeLiteForCausalLM", 2048, 10240, 47, 20, 20, 154880, 202752, q_lora_rank=768,
+                 qk_nope_head_dim=192, v_head_dim=256, n_routed_experts=64, num_experts_per_tok=4,
+                 moe_intermediate_size=1536, first_k_dense_replace=1, n_group=1, topk_group=1,
+                 routed_scaling_factor=1.8, rope_theta=1e6, rope_scaling=None),
+        "first_k_dense_replace moe_layer_freq scoring_func topk_method",
+    ),
+    "MiniMax-M2": (
+        of("minimax_m2", "MiniMaxM2ForCausalLM", sizes(3072, 1536, 62, 48, 8, 200064, 196608), head_dim=128,
+           rms_norm_eps=1e-6, rotary_dim=64, rope_theta=5e6, num_local_experts=256, num_experts_per_tok=8,
+           scoring_func="sigmoid", use_qk_norm=True, use_routing_bias=True, use_mtp=True, num_mtp_modules=3,
+           shared_intermediate_size=0, output_router_logits=False, router_aux_loss_coef=0.001, quantization_config=FP8),
+        "num_mtp_modules router_aux_loss_coef scoring_func shared_intermediate_size use_mtp use_qk_norm"
+        " use_routing_bias",
+    ),
+    "Granite 3.0 3B-A800M": (
+        of("granitemoe", "GraniteMoeForCausalLM", sizes(1536, 512, 32, 24, 8, 49155, 4096), num_local_experts=40,
+           num_experts_per_tok=8, embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22,
+           attention_multiplier=0.015625, router_aux_loss_coef=0.0, output_router_logits=False,
+           attention_dropout=0.0, attention_bias=False, rms_norm_eps=1e-6, tie_word_embeddings=True), "",
+    ),
+    "FlexOlmo 7x7B": (
+        of("flex_olmo", "FlexOlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 100352, 4096), num_experts=7,
+           num_experts_per_tok=5, norm_topk_prob=False, rms_norm_eps=1e-6, rope_theta=500000.0,
+           router_aux_loss_coef=0.01), "",
+    ),
+    "ERNIE 4.5 21B-A3B": (
+        of("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", sizes(2560, 12288, 28, 20, 4, 103424, 131072), use_bias=False,
+           moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1,
+           moe_layer_interval=1, moe_gate="topk", moe_use_aux_free=True, rope_theta=500000.0, tie_word_embeddings=True),
+        "moe_gate moe_use_aux_free",
+    ),
     "GLM-4 9B 0414": (
         of("glm4", "Glm4ForCausalLM", sizes(4096, 13696, 40, 32, 2, 151552, 32768), head_dim=128, attention_bias=True,
            partial_rotary_factor=0.5, eos_token_id=[151329, 151336, 151338], pad_token_id=151329), "",
@@ -207,8 +276,8 @@ REFUSED: dict[str, tuple[Table, str]] = {
              rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}), "architectures rope_scaling.type",
     ),
     "Qwen3 MoE, sparse steps": (
-        of("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 6144, 48, 32, 4, 151936, 40960), decoder_sparse_step=2,
-           mlp_only_layers=[5], rope_scaling={"type": "dynamic", "factor": 2.0}),
+        of("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 6144, 48, 32, 4, 151936, 40960), decoder_sparse_step=0,
+           mlp_only_layers=5, rope_scaling={"type": "dynamic", "factor": 2.0}),
         "decoder_sparse_step mlp_only_layers rope_scaling.type",
     ),
     "DeepSeek-V3, softmax": (

@@ -39,7 +39,15 @@ EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}
 LATENT |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8}
+ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 24}
+ROUTED |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+QWEN_MOE = EXPERTS | {"moe_intermediate_size": 24, "sliding_window": WINDOW, "use_sliding_window": True}
+# What has no default in the class, or one that cannot be computed.
+NEEDED = {"dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}}
+NEEDED |= {"deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"head_dim": 128}}
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
+DELTA |= {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
 CASES = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mistral": ("mistral", WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -87,6 +95,56 @@ CASES = {
     "deepseek_v3, one latent": (
         "deepseek_v3",
         SMALL | LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True},
+    ),
+    "dots1": (
+        "dots1",
+        WIDE | ROUTED | {"sliding_window": WINDOW, "max_window_layers": 2, "norm_topk_prob": True}
+        | {"attention_bias": True},
+    ),
+    "glm4_moe": ("glm4_moe", WIDE | ROUTED | {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}),
+    "glm4_moe, no norms": ("glm4_moe", SMALL | ROUTED | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.34}}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        WIDE
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": 4, "moe_layer_interval": 2, "num_hidden_layers": 5},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        SMALL | LATENT | ROUTED | {"topk_method": "group_limited_greedy"}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}},
+    ),
+    "deepseek_v2, greedy": ("deepseek_v2", SMALL | LATENT | {"q_lora_rank": None, "attention_bias": True}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        WIDE | QWEN_MOE | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [2], "max_window_layers": 2}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen2_moe, no biases": (
+        "qwen2_moe",
+        SMALL | EXPERTS
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2}
+        | {"qkv_bias": False},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        SMALL | LATENT | ROUTED | {"v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}},
+    ),
+    "minimax_m2": ("minimax_m2", WIDE | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "flex_olmo": ("flex_olmo", WIDE | EXPERTS | {"norm_topk_prob": True, "attention_bias": True}),
+    "granitemoe": (
+        "granitemoe",
+        WIDE | {"num_local_experts": 5, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "logits_scaling": 7.0}
+        | {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "attention_bias": True},
+    ),
+    "qwen3_moe, windows": ("qwen3_moe", WIDE | QWEN_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen3_next": (
+        "qwen3_next",
+        WIDE | EXPERTS | DELTA | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}
+        | {"attention_bias": True, "num_key_value_heads": 1, "mlp_only_layers": [2], "head_dim": 24}
+        | {"layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")]}
+        | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}},
     ),
 }  # fmt: skip
 
@@ -153,7 +211,7 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
     state = {key: weights.read(key) for key in ours.state_dict() if not key.endswith("router.load")}
     ours.load_state_dict(state, strict=False)
     padding = (source.model.padded_vocab_size - VOCAB) * 48 * (1 if source.model.tied_embeddings else 2)
-    assert sum(p.numel() for p in ours.parameters()) - padding == theirs.num_parameters()
+    assert sum(p.numel() for p in ours.parameters()) - padding == theirs.num_parameters(only_trainable=True)
 
     tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))
     with in_float64():
@@ -193,13 +251,14 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
 @pytest.mark.parametrize("model_type", [one.model_types[0] for one in CLASSES])
 def test_an_absent_field_has_the_default_of_the_class(model_type: str) -> None:
     read = family_module("decoder").from_fields
-    theirs = transformers.AutoConfig.for_model(model_type).to_dict()
-    if model_type == "deepseek_v3":
+    given = {"model_type": model_type} | NEEDED.get(model_type, {})
+    theirs = transformers.AutoConfig.for_model(**given).to_dict()
+    if model_type in ("deepseek_v3", "glm4_moe"):
         theirs["num_nextn_predict_layers"] = 0  # transformers does not save these layers
-    assert read(Fields({"model_type": model_type})) == read(Fields(theirs))
-    assert read(Fields({"model_type": model_type, "rope_scaling": {}})) == read(Fields(theirs))
+    assert read(Fields(given)) == read(Fields(theirs))
+    assert read(Fields(given | {"rope_scaling": {}})) == read(Fields(theirs))
     heads = {"num_attention_heads": 6, "num_key_value_heads": None}  # as many, whatever the default
-    assert read(Fields(SMALL | {"model_type": model_type} | heads)).num_kv_heads == 6
+    assert read(Fields(SMALL | given | heads)).num_kv_heads == 6
 
 
 GPT2 = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
@@ -223,7 +282,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "phi3": {"hidden_act": "mish", "resid_pdrop": "high", "rope_scaling": {"type": "longrope", "short_factor": 1}},
     "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 2, 1, 1]},
     "olmo2": {"sliding_window": 8, "head_dim": "4", "layer_types": ["sliding_attention"] * 4},
-    "qwen3_moe": {"use_sliding_window": True, "per_layer_config": {"0": {"intermediate_size": 8}}},
+    "qwen3_moe": {
+        "decoder_sparse_step": 0, "mlp_only_layers": [1.0], "per_layer_config": {"0": {"intermediate_size": 8}},
+    },
+    "qwen2_moe": {"shared_expert_intermediate_size": 25},
+    "deepseek_v2": {"topk_method": "noaux_tc", "norm_topk_prob": True, "mlp_bias": True},
+    "glm4_moe_lite": {"rope_interleave": False},
+    "minimax_m2": {"router_jitter_noise": 0.1, "output_router_logits": True, "rotary_dim": 0},
+    "ernie4_5_moe": {"use_bias": True, "moe_layer_end_index": None, "moe_norm_min": 1.0},
     "gpt_neox": {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "gpt": {
         "activation_function": "gelu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
@@ -337,8 +403,9 @@ def test_mxfp4_experts_become_bfloat16(tmp_path: Path) -> None:
     assert "quantization_config" not in fields and fields["torch_dtype"] == "bfloat16"
 
 
-def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: Path) -> None:
-    random_folder("deepseek_v3", CASES["deepseek_v3"][1], tmp_path / "hf")
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(model_type: str, tmp_path: Path) -> None:
+    random_folder(model_type, CASES[model_type][1], tmp_path / "hf")
     plain = files_of(tmp_path / "hf")
     last = {name.replace("layers.3.", "layers.4."): t + 1 for name, t in plain.items() if "layers.3." in name}
     for name, size in (("enorm", (48,)), ("hnorm", (48,)), ("shared_head.norm", (48,)), ("eh_proj", (48, 96))):
@@ -347,7 +414,7 @@ def test_float8_blocks_become_bfloat16_and_a_layer_of_mtp_comes_along(tmp_path: 
     plain["model.layers.4.embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
     plain["model.layers.4.shared_head.head.weight"] = plain["lm_head.weight"].clone()
     packed = {name: tensor.clone() for name, tensor in plain.items()}
-    for name in [name for name in plain if "_proj" in name and "eh_proj" not in name]:
+    for name in [name for name in plain if "_proj.weight" in name and "eh_proj" not in name]:
         rows, columns = plain[name].shape
         scales = torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5
         packed |= {name: plain[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}

@@ -46,6 +46,18 @@ COMMON: dict[str, Any] = {
     "model.family": "decoder", "model.flavor": "row", "training.dtype": "float64", "training.seq_len": SEQ_LEN,
     "training.global_batch_size": BATCH, "training.steps": 5, "optimizer.lr": 0.05, "evaluation.interval": 0,
 }  # fmt: skip
+# Linear attention, and a layer with an output gate; chunks end within documents and with them.
+DELTA = {"key_heads": 2, "value_heads": 4, "key_head_size": 3, "value_head_size": 5, "conv_size": 3, "chunk_size": 4}
+HYBRID: dict[str, Any] = {
+    "heads": {"num_attention_heads": 4, "num_kv_heads": 2},
+    "layers": {
+        "num_layers": 3, "layer_pattern": ["linear", "linear", "full"],
+        "kinds": {
+            "linear": {"mixer": "gated_delta_net", "rope_theta": 0.0, "options": DELTA},
+            "full": {"options": {"gate": True}},
+        },
+    },
+}  # fmt: skip
 FIRST_SEED = int(os.environ.get("PAIRS_SEED", random.randrange(10**6)))
 RANDOM_ROWS = int(os.environ.get("PAIRS_ROWS", "200"))
 
@@ -59,7 +71,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def rows() -> list[Row]:
     # Only a Llama's files have queries, keys and values apart, so that each has an adapter of its own.
-    return [*cover(), {name: options[name == "lora"] for name, options in ALL.items()}]
+    llama = {name: options[name == "lora"] for name, options in ALL.items()}
+    documents = ALL["documents"][1:]
+    return [*cover(), llama, *(llama | HYBRID | {"lora": {}, "documents": one} for one in documents)]
 
 
 def batch_of(row: Row, step: int, generator: torch.Generator) -> tuple[Batch, Sample]:

@@ -51,7 +51,7 @@ def head_flops(model: TransformerConfig, seq_len: int, decoder_seq_len: int = 0)
 def recomputed_flops(
     model: TransformerConfig, seq_len: int, recompute: ActivationCheckpoint, decoder_seq_len: int = 0
 ) -> int:
-    """FLOPs per sample that activation checkpointing recomputes: in whole layers, attention cores, or experts.
+    """FLOPs per sample that activation checkpointing recomputes: in whole layers, what mixes positions, or experts.
 
     The compiler's choice within a budget is unknown and counts as 0, except for a budget of 0: whole layers.
     """
@@ -60,8 +60,9 @@ def recomputed_flops(
     mode = "full" if recompute.budget == 0 else recompute.mode
     for count, kind in zip(recomputed_layers(model, recompute), model.parts.kinds, strict=True):
         core = 4 * model.attention_size * kind.scores(lengths)
-        of_mode = {"full": 2 * kind.products(lengths) + core, "selective": core, "experts": 2 * kind.experts * seq_len}
-        total += count * of_mode.get(mode, 0)
+        selective = core + 2 * kind.mixed(lengths)
+        full, experts = 2 * kind.products(lengths) + core, 2 * kind.experts * seq_len
+        total += count * {"full": full, "selective": selective, "experts": experts}.get(mode, 0)
     return total
 
 

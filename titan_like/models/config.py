@@ -277,6 +277,7 @@ class WithExperts(TransformerConfig):
     experts_per_token: int = Field(gt=0, description="experts that each token is routed to (top-k)")
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
     num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
+    shared_expert_gate: bool = Field(False, description="multiply shared experts' output by a sigmoid of the token")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = Field(
         "silu", description="activation of MLPs and experts; gelu is exact, and relu2 the square of relu"
@@ -284,6 +285,9 @@ class WithExperts(TransformerConfig):
     router_bias: bool = Field(False, description="whether the router's logits have biases")
     router_groups: int = Field(1, gt=0, description="groups of consecutive experts")
     router_top_groups: int = Field(1, gt=0, description="groups that a token's experts are in")
+    router_group_score: Literal["top2", "max"] = Field(
+        "top2", description="score of a group: the sum of its two best scores, or its best one"
+    )
     expert_bias: bool = Field(False, description="whether the experts' three matrices have biases")
     router_score: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="router scores: softmax over all experts, or the sigmoid of each logit"
@@ -304,9 +308,13 @@ class WithExperts(TransformerConfig):
         if not filled.get("num_experts"):
             return filled
         filled["expert_ffn_hidden_size"] = filled.get("expert_ffn_hidden_size") or filled["ffn_hidden_size"]
-        if not filled.get("num_dense_layers"):  # no MLP has the width of dense ones
+        if not cls._names_dense_layers(filled):  # no MLP has the width of dense ones
             filled["ffn_hidden_size"] = filled["expert_ffn_hidden_size"]
         return filled
+
+    @classmethod
+    def _names_dense_layers(cls, values: dict) -> bool:
+        return bool(values.get("num_dense_layers"))
 
     def broken_rules(self) -> Iterator[str]:
         """As in the base class."""
@@ -332,16 +340,23 @@ class WithExperts(TransformerConfig):
             yield f"router_groups {groups} must divide num_experts {experts} in groups of 2 or more"
         if top_groups > groups or top > top_groups * size:
             yield f"router_top_groups {top_groups} of {groups} must have experts_per_token ({top}) experts"
+        if self.shared_expert_gate and not self.num_shared_experts:
+            yield "shared_expert_gate needs shared experts; set num_shared_experts, or shared_expert_gate = false"
         if self.num_dense_layers >= self.num_layers:
             layers = f"num_dense_layers {self.num_dense_layers} of num_layers {self.num_layers}"
             yield f"{layers} leave no layer with experts; choose less"
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with a dense MLP, if there are experts."""
+        return tuple(range(self.num_dense_layers))
 
     @property
     def split_widths(self) -> dict[str, int]:
         """Tensor parallelism splits the MLPs of dense layers, and shared experts."""
         if not self.num_experts:
             return super().split_widths
-        widths = {"ffn_hidden_size": self.ffn_hidden_size} if self.num_dense_layers else {}
+        widths = {"ffn_hidden_size": self.ffn_hidden_size} if self.dense_layers else {}
         return widths | {"width of shared experts": self.num_shared_experts * self.expert_ffn_hidden_size}
 
     @property
@@ -355,7 +370,7 @@ class WithExperts(TransformerConfig):
         """Trainable parameters, without the experts that a token is not sent to."""
         hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size
         expert = 3 * hidden * ffn + (2 * ffn + hidden if self.expert_bias else 0)
-        unused = (sum(self.layer_counts) - self.num_dense_layers) * (self.num_experts - self.experts_per_token)
+        unused = (sum(self.layer_counts) - len(self.dense_layers)) * (self.num_experts - self.experts_per_token)
         return self.num_parameters() - unused * expert
 
     def with_layers(self, num_layers: int) -> dict[str, int]:
@@ -375,7 +390,7 @@ class WithExperts(TransformerConfig):
             "router_top_groups": min(self.router_top_groups, groups - 1 if leaves_out_groups else groups),
             "experts_per_token": min(self.experts_per_token, 2),
             "expert_ffn_hidden_size": 48,  # of whole 16, which float8 products need
-            **({} if self.num_dense_layers else {"ffn_hidden_size": 48}),
+            **({} if self.dense_layers else {"ffn_hidden_size": 48}),
             # One MLP of 192, of whole 16 on up to 4 ranks.
             "num_shared_experts": 4 if self.num_shared_experts else 0,
         }

@@ -62,7 +62,7 @@ class Stored:
     is_transposed: bool = False  # the parameter's rows are columns in the files
     copies: tuple[str, ...] = ()  # further tensors that may be in the files, each equal to the only source
     is_stacked: bool = False  # the first dimension of every source counts matrices, whose rows follow each other
-    taken: tuple[int | None, ...] = ()  # arguments of a slice, if another parameter has the other rows
+    taken: tuple[int | None, ...] = ()  # arguments of a slice of each matrix, if another parameter has its other rows
     # (rows of a head, first rotated row, rotated rows) of all parts but the third, whose rotated rows the files store
     # in pairs. Here the first rows of all pairs come before the second ones.
     pairs: tuple[int, int, int] | None = None
@@ -95,7 +95,8 @@ class Stored:
 
     def order(self) -> torch.Tensor:
         """For each row of the parameter, padding left out, its number among the rows of all sources: int64 [rows]."""
-        numbers = torch.arange(sum(self.rows))[slice(*(self.taken or (None,)))]
+        matrices = next(iter(self.sources.values()))[0] if self.taken and self.is_stacked else 1
+        numbers = torch.arange(sum(self.rows)).view(matrices, -1)[:, slice(*(self.taken or (None,)))].flatten()
         parts = list(numbers.split(list(self.parts or [len(numbers)])))
         if self.pairs is not None:
             head, first, count = self.pairs
@@ -196,15 +197,17 @@ def fused(
     sources: tuple[str, ...],
     is_transposed: bool = False,
     pairs: tuple[int, int, int] | None = None,
+    has_gate: bool = False,
 ) -> Stored:
     """A fused projection, ordered [kv_heads, queries per kv head + 2, head_dim], or [kv_heads, 2, head_dim].
 
     The files store queries, keys and values, or only the last two, in a tensor each, or in one, one below the other.
+    With a gate, one follows each query in both.
     """
     key_rows = config.num_kv_heads * config.head_dim
     parts: tuple[int, ...] = (key_rows, key_rows)
     if len(sources) != 2:
-        parts = (config.attention_size, *parts)
+        parts = (config.attention_size * (2 if has_gate else 1), *parts)
     rows = parts if len(sources) > 1 else (sum(parts),)
     shapes = {source: (length, *columns) for source, length in zip(sources, rows, strict=True)}
     if is_transposed:

@@ -47,10 +47,15 @@ class LayerParts(NamedTuple):
     matrices: Lengths  # elements of matrices with which each position of the first stack, of a decoder is multiplied
     cores: tuple[Core, ...]
     experts: int = 0  # of the first stack's matrices, the ones of routers and experts
+    mixing: tuple[Callable[[int], int], ...] = ()  # length of a sequence → multiplications between its positions
 
     def products(self, lengths: Lengths) -> int:
-        """Multiplications of a sample's positions with matrices."""
-        return self.matrices[0] * lengths[0] + self.matrices[1] * lengths[1]
+        """Multiplications of a sample's positions with matrices, and between them outside of attention cores."""
+        return self.matrices[0] * lengths[0] + self.matrices[1] * lengths[1] + self.mixed(lengths)
+
+    def mixed(self, lengths: Lengths) -> int:
+        """Multiplications between a sample's positions outside of attention cores."""
+        return sum(products(lengths[0]) for products in self.mixing)
 
     def scores(self, lengths: Lengths, causal: bool = False) -> int:
         """Elements of a sample's attention matrices in one head; arguments as of `Core.scores`."""
@@ -126,7 +131,8 @@ def _layer_parts(layer: nn.Module) -> LayerParts:
                 matrices[seen] += elements
                 experts += elements if module in sparse else 0
     size = sum(parameter.numel() for parameter in layer.parameters())
-    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores), experts)
+    mixing = tuple(module.products for module in layer.modules() if hasattr(module, "products"))
+    return LayerParts(size, (matrices[0], matrices[1]), tuple(cores), experts, mixing)
 
 
 def parameters_of(model: Transformer, modules: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

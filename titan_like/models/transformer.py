@@ -206,13 +206,19 @@ class Transformer(nn.Module):
         return self.token_loss(x, table, getattr(self.output_bias, "bias", None), labels, factor)
 
     def init_weights(self, seed: int) -> None:
-        """Draw matrices from N(0, `initial_std`²); biases and sinks become 0, norm weights 1; routers begin anew."""
+        """Draw matrices from N(0, `initial_std`²); biases and sinks become 0, norm weights 1; routers begin anew.
+
+        A module with ``initial_values`` has functions of N(0, 1) for some of its own parameters.
+        """
         for name, parameter in self.named_parameters():
-            if name.endswith(("bias", "sinks", "lora_b")):
+            owner, _, own_name = name.rpartition(".")
+            values = getattr(self.get_submodule(owner), "initial_values", {})
+            if own_name in values:
+                fill_normal(parameter, seed, name, 1.0, self.initial_elements, values[own_name])
+            elif name.endswith(("bias", "sinks", "lora_b")):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 1:
-                owner = self.get_submodule(name.rpartition(".")[0])
-                nn.init.constant_(parameter, getattr(owner, "initial_vector", 1.0))
+                nn.init.constant_(parameter, getattr(self.get_submodule(owner), "initial_vector", 1.0))
             else:
                 fill_normal(parameter, seed, name, self.initial_std(name, parameter), self.initial_elements)
         for module in self.modules():

@@ -22,7 +22,8 @@ from titan_like.models.config import module_beside
 from titan_like.models.layers.cross_entropy import TokenLoss
 from titan_like.models.transformer import Transformer
 from titan_like.optim.shards import widen
-from titan_like.parallel.tensor_styles import STYLES, Norm, Region, Style, TensorParallel, split_logits
+from titan_like.parallel.tensor_base import Style, TensorParallel
+from titan_like.parallel.tensor_styles import STYLES, Norm, Region, split_logits
 from titan_like.torch_private import coalesced
 
 Plan = Mapping[str, str | type[TensorParallel] | ParallelStyle]  # by module name; `*` is one part between dots

@@ -23,7 +23,8 @@ from titan_like.models.small import small_fields
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.extend import extend
 from titan_like.parallel.tensor import family_plan, styles_of
-from titan_like.parallel.tensor_styles import Region, Style
+from titan_like.parallel.tensor_base import Style
+from titan_like.parallel.tensor_styles import Region
 
 _POSITIONS = 1024  # of each sequence
 _TOLERANCE = 1e-6  # relative; a family may compute in float32, which rounds by 6e-8

@@ -21,7 +21,7 @@ The whole test suite has run on 2.11, 2.13 and 2.15. Of 2.12 and 2.14 the source
 | `distributed.distributed_c10d._resolve_process_group` | the group of an operator that can be compiled | all |
 | `ops.aten._scaled_dot_product_flash_attention`, `…_for_cpu` and their backward passes | attention with the denominators of its softmax | all |
 | `DeviceMesh._flatten` | one group of ranks over several dimensions of the mesh | all |
-| `ParallelStyle._apply` | overridden by the styles of `parallel/tensor_styles.py` | all |
+| `ParallelStyle._apply` | overridden by the styles of `parallel/tensor_base.py` | all |
 | `FileSystemReader._slice_file`, `._get_metadata_path` | overridden and called by `checkpoint/reader.py` | all |
 | `_C._current_graph_task_id` | telling a recomputation from a forward pass | all |
 | `testing._internal.distributed.fake_pg` | running one process as if it were part of a large job | all |

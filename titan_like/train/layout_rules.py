@@ -99,7 +99,7 @@ def check_expert_parallel(config: JobConfig, model: TransformerConfig, layout: L
     width, hidden, experts = model.expert_ffn_hidden_size, model.hidden_size, model.num_experts
     float8, selective = config.float8.enable, config.activation_checkpoint.mode == "selective"
     # Each stage makes the groups that gather its own matrices, and all processes must make the same groups.
-    may_lack_experts = layout.pipeline > 1 and getattr(model, "num_dense_layers", 0) > 0
+    may_lack_experts = layout.pipeline > 1 and len(model.dense_layers) > 0
     ranks = layout.token_shards // layout.expert_tensor
     factors = f"shard × context × tensor = {layout.shard}·{layout.context}·{layout.tensor} = {ranks}"
     factors = factors if tensor == 1 else f"shard × context = {layout.shard}·{layout.context} = {ranks}"

@@ -321,6 +321,8 @@ def _check_masks(config: JobConfig, model: TransformerConfig) -> None:
         (only and section.prefix_lm, "data.prefix_lm", only_whole),
         (section.prefix_lm and any(core.window for kind in model.parts.kinds for core in kind.cores), "data.prefix_lm",
          f"{family} has layers with a window, which is causal; leave it out"),
+        (section.prefix_lm and not getattr(model, "supports_prefixes", True), "data.prefix_lm",
+         f"{family} has layers with a recurrence, which is causal; leave it out"),
         (section.eod_mask_loss and not model.is_causal, "data.eod_mask_loss",
          f"{family} {learns}, never the first token of the next document; leave it out"))  # fmt: skip
     for objective, (example, keys) in _ONLY_FOR.items():

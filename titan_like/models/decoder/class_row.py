@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from titan_like.models.decoder.expert_fields import DenseLayers
 from titan_like.models.decoder.fields import (
     Layers,
     activation,
@@ -12,7 +13,7 @@ from titan_like.models.decoder.fields import (
     head_size,
     kv_heads,
 )
-from titan_like.models.fields import Field, renamed
+from titan_like.models.fields import Field, reciprocal, renamed
 
 # Ours → Llama's, or the names of the only class that has such tensors. Names in layers begin with the layer's.
 # fmt: off
@@ -27,12 +28,18 @@ NAMES = {
     "latent.q": "self_attn.q_proj", "latent.q_a": "self_attn.q_a_proj", "latent.q_b": "self_attn.q_b_proj",
     "latent.q_norm": "self_attn.q_a_layernorm", "latent.kv_norm": "self_attn.kv_a_layernorm",
     "latent.kv_a": "self_attn.kv_a_proj_with_mqa", "latent.kv_b": "self_attn.kv_b_proj",
+    # Of gated delta nets.
+    "delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba",
+    "delta.conv": "linear_attn.conv1d.weight", "delta.a_log": "linear_attn.A_log",
+    "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",  # gate = up: gate above up
     "mlp.router": "mlp.gate", "mlp.router.bias": "mlp.gate.e_score_correction_bias",  # on scores for the choice alone
-    # One tensor an expert, or without {} one of all experts, transposed, where gate = up has rows of both in turn.
+    # One tensor an expert, or without {} one of all experts: gate above up of each, or with `has_experts_in_turn`
+    # transposed, where gate = up has rows of both in turn.
     "mlp.experts.gate": "mlp.experts.{}.gate_proj", "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj", "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj", "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
     # Of layers of multi-token prediction, which have copies of both tables.
     "mtp.embedding": "embed_tokens", "mtp.output": "shared_head.head", "mtp.norm": "shared_head.norm",
     "mtp.enorm": "enorm", "mtp.hnorm": "hnorm", "mtp.eh_proj": "eh_proj",
@@ -40,6 +47,15 @@ NAMES = {
 # fmt: on
 QK_HEAD, QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 MLP_BIAS, HEAD_SIZE, BIAS = renamed("mlp_bias", "mlp_bias", False), head_size(), bias()
+GRANITE_SCALES = (
+    renamed("embedding_scale", "embedding_multiplier", 1.0),
+    renamed("residual_scale", "residual_multiplier", 1.0),
+    Field(
+        lambda fields, shape: {"attention_scale": fields.positive("attention_multiplier", 1.0)},
+        lambda config: {"attention_multiplier": config.score_scale},
+    ),
+    reciprocal("logit_scale", "logits_scaling", 1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,11 @@ class Class:
     init_std: float = 0.02
     tied: bool = False
     layers: Layers = Layers()  # noqa: RUF009
+    dense: DenseLayers | None = None  # layers without experts, if they need not be the first ones
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
+    has_experts_in_turn: bool = False
+    has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first
     names: Mapping[str, str] = field(default_factory=dict)  # ours → theirs, where they are not Llama's
@@ -85,4 +104,5 @@ class Class:
             renamed("tied_embeddings", "tie_word_embeddings", self.tied),
             *self.fields,
             Field(self.layers.read, self.layers.write),
+            *([] if self.dense is None else [self.dense.field]),
         )

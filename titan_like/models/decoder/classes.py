@@ -7,6 +7,7 @@ from typing import Any
 
 from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, MLP_BIAS, QK_HEAD, Class
 from titan_like.models.decoder.fields import Layers, activation, bias, head_size
+from titan_like.models.decoder.hybrid_classes import HYBRID_CLASSES
 from titan_like.models.decoder.moe_classes import MOE_CLASSES
 from titan_like.models.decoder.rope import Rope
 from titan_like.models.fields import Field, choice, fixed, nullable, reciprocal, renamed
@@ -136,4 +137,4 @@ _DENSE_CLASSES = (
     ),
 )
 # fmt: on
-CLASSES = (*_DENSE_CLASSES, *MOE_CLASSES)
+CLASSES = (*_DENSE_CLASSES, *MOE_CLASSES, *HYBRID_CLASSES)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from titan_like.config.entry_points import MIXERS, find_entry, load_entry
+from titan_like.config.entry_points import find_entry, load_entry
 from titan_like.config.errors import require
 from titan_like.models.config import RopeScaling, Scaling, WithExperts, WithHeadSize
 
@@ -20,7 +20,7 @@ FULL = "full"  # the kind of all layers, unless layer_pattern names others
 
 
 class LayerKind(BaseModel):
-    """The mixer of a layer, its window and its rotary positions."""
+    """The mixer of a layer, its window, its rotary positions, and whether it has experts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -29,6 +29,7 @@ class LayerKind(BaseModel):
     rope_scaling: Scaling = Field(None, description="scaling of the rotary frequencies")
     mixer: str = Field("", description="attention, latent or a package's own; empty: latent if kv_lora_rank is set")
     options: dict[str, Any] = Field({}, description="fields of the mixer")
+    dense: bool = Field(False, description="whether the MLP is dense where others have experts")
 
 
 class DecoderConfig(WithHeadSize, WithExperts):
@@ -93,6 +94,13 @@ class DecoderConfig(WithHeadSize, WithExperts):
             filled["kinds"] = {name: rope | kind if isinstance(kind, dict) else kind for name, kind in tables.items()}
         return filled
 
+    @classmethod
+    def _names_dense_layers(cls, values: dict) -> bool:
+        kinds = values.get("kinds")
+        tables = kinds.values() if isinstance(kinds, dict) else ()
+        is_dense = [kind.get("dense") if isinstance(kind, dict) else getattr(kind, "dense", False) for kind in tables]
+        return super()._names_dense_layers(values) or any(is_dense)
+
     def broken_rules(self) -> Iterator[str]:
         """As in the base class."""
         yield from super().broken_rules()
@@ -135,9 +143,16 @@ class DecoderConfig(WithHeadSize, WithExperts):
             yield f"layer_pattern has no layer of kind {min(unused)}; add it there, or leave the kind out"
         for name in (name for name in self.kind_names if name not in (FULL, *self.kinds)):
             yield f"layer_pattern has the kind {name}; say what it is in kinds.{name}, such as its window"
+        if dense := [name for name, kind in self.kinds.items() if kind.dense]:
+            if not self.num_experts:
+                yield f"kinds.{dense[0]}.dense true needs experts; set num_experts, or leave it out"
+            elif self.num_dense_layers:
+                yield f"kinds.{dense[0]}.dense true replaces num_dense_layers; set num_dense_layers = 0"
+            elif len(self.dense_layers) == self.num_layers:
+                yield f"all {self.num_layers} layers are of dense kinds; give layer_pattern a kind with experts"
         for name, kind in self.kinds.items():
             if kind.mixer not in ("", self.softmax_mixer):
-                if kind.mixer in MIXERS:
+                if kind.mixer in ("attention", "latent"):
                     yield f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}'
                 if kind.window:
                     yield f"kinds.{name}.window {kind.window} is one of attention; leave it out"
@@ -225,6 +240,20 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return all(self.mixer_of(name).supports_masks for name, kind in self.kinds.items() if kind.mixer)
 
     @property
+    def supports_prefixes(self) -> bool:
+        """Whether in all mixers the positions of a prefix can see each other."""
+        return all(self.mixer_of(name).supports_prefixes for name, kind in self.kinds.items() if kind.mixer)
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """As in the base class, and what the mixers split."""
+        widths = super().split_widths
+        for name in (name for name, kind in self.kinds.items() if kind.mixer):
+            of_mixer = self.mixer_of(name).split_widths
+            widths |= {f"kinds.{name}.options.{option}": width for option, width in of_mixer.items()}
+        return widths
+
+    @property
     def layer_kinds(self) -> tuple[int, ...]:
         """Layers differ in their kind, and in whether they have experts; kinds are numbered as they first appear.
 
@@ -240,9 +269,15 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return *Counter(self._layers(self.num_layers)).values(), *[1] * self.mtp_layers
 
     def _layers(self, count: int) -> list[tuple[bool, str]]:
-        """(whether the MLP is dense, name of the kind) of the first ``count`` layers."""
-        names = self.layer_pattern or [FULL]
-        return [(number < self.num_dense_layers, names[number % len(names)]) for number in range(count)]
+        """(whether the MLP is dense beside experts, name of the kind) of the first ``count`` layers."""
+        pattern = self.layer_pattern or [FULL]
+        names = [pattern[number % len(pattern)] for number in range(count)]
+        return [(i < self.num_dense_layers or self.kind(name).dense, name) for i, name in enumerate(names)]
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """As in the base class."""
+        return tuple(number for number, (is_dense, _) in enumerate(self._layers(self.num_layers)) if is_dense)
 
     def with_layers(self, num_layers: int) -> dict[str, Any]:
         """One layer of each kind, and then the kinds of the pattern in turn, with MLPs that are not dense.
@@ -255,7 +290,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         layers = list(dict.fromkeys(self._layers(self.num_layers)))
         kinds = dict.fromkeys(kind for _, kind in layers)
         layers += [(False, kind) for kind in islice(cycle(kinds), max(0, num_layers - len(layers)))]
-        num_dense = sum(is_dense for is_dense, _ in layers)
+        num_dense = sum(is_dense for is_dense, _ in layers) if self.num_dense_layers else 0
         return {"num_layers": num_layers, "num_dense_layers": num_dense, "layer_pattern": [kind for _, kind in layers]}
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from typing import Literal
 
 from titan_like.models.decoder.config import FULL, DecoderConfig, LayerKind
 from titan_like.models.decoder.rope import Rope
-from titan_like.models.fields import Field, Values, choice, converted, renamed
+from titan_like.models.fields import Field, Values, choice, converted
 from titan_like.models.hugging_face import Fields
 
 _ACTIVATIONS = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
 _ACTIVATIONS |= dict.fromkeys(("silu", "swish"), "silu") | dict.fromkeys(("gelu", "gelu_python"), "gelu")
 _ACTIVATIONS |= {"relu": "relu", "relu2": "relu2"}
 _SLIDING, _UNROTATED = "sliding", "unrotated"
+_SWITCHED, _TYPED = ("switched", "alternating", "switched all"), ("switched", "alternating", "last")
 _LAYER_TYPES = {"full_attention": FULL, "sliding_attention": _SLIDING}
 
 
@@ -60,66 +61,20 @@ def head_size(default: int | None = 0) -> Field:
     return Field(read, lambda config: {} if default is None else {"head_dim": config.head_dim})
 
 
-def experts(number: str, count: int, per_token: int, width: str, size: int) -> tuple[Field, ...]:
-    """The number of experts, which has several names in files; how many a token goes to; the width of one."""
-    aliases = [name for name in ("num_local_experts", "num_experts") if name != number]
-    return (
-        renamed("num_experts", number, count, *aliases),
-        renamed("experts_per_token", "num_experts_per_tok", per_token),
-        renamed("expert_ffn_hidden_size", width, size),
-    )
-
-
-def _read_dense(fields: Fields, shape: Values) -> Values:
-    fields.must_be("decoder_sparse_step", 1)
-    layers = fields.get("mlp_only_layers") or []
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
-        fields.refuse("mlp_only_layers", "which the models here do not support; only first layers can be dense")
-    return {"num_dense_layers": len(layers)}
-
-
-# The first layers, without experts, as a list of their numbers.
-DENSE_LAYERS = Field(
-    _read_dense, lambda config: {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.num_dense_layers))}
-)
-
-
-def auxiliary_loss(default: float = 0.001, dense_layers: Field | None = None) -> Field:
-    """The load balancing loss.
-
-    transformers' pools the tokens of all layers, with loads that sum to k. Ours is a sum over layers, with loads that
-    sum to 1. If layers route alike, it is layers / k times as large.
-    """
-
-    def read(fields: Fields, shape: Values) -> Values:
-        coefficient = fields.number("router_aux_loss_coef", default)
-        dense = dense_layers.read(fields, shape)["num_dense_layers"] if dense_layers else 0
-        per_layer = coefficient * shape["experts_per_token"] / max(1, shape["num_layers"] - dense)
-        is_active = coefficient and fields.flag("output_router_logits", False)  # else transformers leaves the loss out
-        return {"balance": "auxiliary" if is_active else "none", "balance_coefficient": per_layer}
-
-    def write(config: DecoderConfig) -> Values:
-        if config.balance != "auxiliary":
-            return {"output_router_logits": False}  # the source's coefficient stays
-        layers = config.num_layers - config.num_dense_layers
-        coefficient = config.balance_coefficient * layers / max(1, config.experts_per_token)
-        # Without the rounding of both conversions.
-        return {"output_router_logits": True, "router_aux_loss_coef": float(f"{coefficient:.12g}")}
-
-    return Field(read, write)
-
-
 @dataclass(frozen=True)
 class Layers:
     """Which layers have a window or do not rotate, and the rotary positions.
 
     "types": layer_types names the layers with a window, by default all but every n-th (n = period; 0: all).
     "switched": use_sliding_window gives one to the layers of layer_types, by default those after max_window_layers.
+    "alternating": by default every second one of those before. "last": there is no such switch. "switched all": the
+    switch is for all layers.
     "unrotated": every n-th layer does not rotate.
     """
 
-    pattern: Literal["none", "all", "types", "switched", "unrotated"] = "none"
+    pattern: Literal["none", "all", "types", "switched", "alternating", "switched all", "last", "unrotated"] = "none"
     window: int | None = None  # default of sliding_window
+    first: int = 28  # default of max_window_layers
     period: int = 0
     period_field: str = ""
     rope: Rope = Rope()  # noqa: RUF009
@@ -144,12 +99,14 @@ class Layers:
         fields: Values = {}
         layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
         window = next((kind.window for kind in layers if kind.window), None)
-        if self.pattern in ("all", "types", "switched"):
+        if self.pattern in ("all", "types", "last", *_SWITCHED):
             needed = self.window if self.pattern == "types" else None  # the class's code needs a number
             fields["sliding_window"] = window or needed
-        if self.pattern == "switched":
-            fields |= {"use_sliding_window": window is not None, "max_window_layers": config.num_layers}
-        if self.pattern == "types" or (self.pattern == "switched" and window):
+        if self.pattern in _SWITCHED:
+            fields["use_sliding_window"] = window is not None
+        if self.pattern in _TYPED:
+            fields["max_window_layers"] = config.num_layers
+        if self.pattern == "types" or (self.pattern in _TYPED and window):
             fields["layer_types"] = [f"{'sliding' if kind.window else 'full'}_attention" for kind in layers]
         if self.pattern == "unrotated":
             fields["no_rope_layers"] = [int(kind.rope_theta > 0) for kind in layers]
@@ -160,20 +117,21 @@ class Layers:
 
     def _read_pattern(self, fields: Fields, count: int) -> tuple[list[str], int | None]:
         layers, window = [FULL] * count, None
-        if self.pattern in ("all", "types", "switched"):
+        if self.pattern in ("all", "types", "last", *_SWITCHED):
             is_null = fields.get("sliding_window", self.window) is None
-            window = None if is_null else fields.integer("sliding_window", self.window)
-        if self.pattern == "switched":
-            first = fields.count("max_window_layers", 28)
-            window = window if fields.flag("use_sliding_window", False) else None
-            layers = [FULL if window is None or i < first else _SLIDING for i in range(count)]
-        elif self.pattern == "all" and window is not None:
+            is_off = self.pattern in _SWITCHED and not fields.flag("use_sliding_window", False)
+            window = None if is_null or is_off else fields.integer("sliding_window", self.window)
+        if self.pattern in _TYPED:
+            first = fields.count("max_window_layers", self.first)
+            windowed = range(0, min(first, count), 2) if self.pattern == "alternating" else range(first, count)
+            layers = [_SLIDING if window is not None and i in windowed else FULL for i in range(count)]
+        elif self.pattern in ("all", "switched all") and window is not None:
             layers = [_SLIDING] * count
         elif self.pattern == "types":
             period = fields.integer(self.period_field, self.period) if self.period_field else self.period
             is_full = [not (i + 1) % period if period else window is None for i in range(count)]
             layers = [FULL if full else _SLIDING for full in is_full]
-        if self.pattern not in ("none", "all") and (types := fields.get("layer_types")) is not None:
+        if self.pattern not in ("none", "all", "switched all") and (types := fields.get("layer_types")) is not None:
             if not isinstance(types, list) or len(types) != count or any(name not in _LAYER_TYPES for name in types):
                 allowed = " or ".join(_LAYER_TYPES)
                 fields.refuse("layer_types", f"which must say {allowed} of each of the {count} layers")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from titan_like.config.entry_points import MIXERS
 from titan_like.models.decoder.class_row import NAMES, Class
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
@@ -71,7 +72,7 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
     Raises a `RefusedError` if there is none. The message names what the nearest one lacks.
     """
     for kind in config.kinds.values():
-        if kind.mixer not in ("", config.softmax_mixer):
+        if kind.mixer not in ("", *MIXERS):
             raise RefusedError(
                 f"no class of transformers has the mixer {kind.mixer}; write the family's hugging_face.py"
             )
@@ -94,16 +95,18 @@ def _lacks(config: DecoderConfig, row: Class) -> list[str]:
         read_back = from_fields(Fields(ClassOf(row).to_fields(config)))
     except RefusedError:
         return ["layer_pattern"] * 9
-    ours, theirs = _compared(config), _compared(read_back)
+    has_kinds = bool(config.kinds or read_back.kinds)
+    ours, theirs = _compared(config, has_kinds), _compared(read_back, has_kinds)
     return [name for name in ours if ours[name] != theirs[name]]
 
 
-def _compared(config: DecoderConfig) -> dict[str, Any]:
+def _compared(config: DecoderConfig, has_kinds: bool) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in DecoderConfig.model_fields if name not in _NOT_COMPARED}
-    if config.kinds:
-        values |= {"rope_theta": 0, "rope_scaling": None}
+    if has_kinds:
+        values |= {"rope_theta": 0, "rope_scaling": None, "num_dense_layers": 0}
     layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
-    values |= {"layer_pattern": layers if config.kinds else layers[:1] * config.num_layers}
+    layers = [kind.model_copy(update={"dense": i in config.dense_layers}) for i, kind in enumerate(layers)]
+    values |= {"layer_pattern": layers if has_kinds else layers[:1] * config.num_layers}
     return values | {
         "balance": config.balance == "bias" and config.num_experts > 0,
         "attention_scale": config.score_scale,

@@ -7,15 +7,17 @@ A mixer says how its module is built, split over tensor ranks and made small for
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from titan_like.config.entry_points import MIXERS
 from titan_like.config.errors import ConfigError, first_line, require
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionCore, SelfAttention
+from titan_like.models.layers.delta_net import DELTA_PLAN, DeltaCore, GatedDeltaNet
+from titan_like.models.layers.delta_rule import CHUNK
 from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, latent_scale
 from titan_like.models.layers.norms import make_norm
 
@@ -26,6 +28,7 @@ class Mixer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     supports_masks: ClassVar[bool] = False  # whether the module heeds the context's document mask
+    supports_prefixes: ClassVar[bool] = True  # whether it does so too where positions of a prefix see each other
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> nn.Module:
         """The module of one layer, on the current default device.
@@ -33,7 +36,8 @@ class Mixer(BaseModel):
         Under context parallelism only an `AttentionCore` in it may mix positions, or it has a method
         ``shard_context(group)``. That is called once, on the outermost module that has it, which from then on gets this
         rank's shard of each sequence. A part that multiplies each position by more than its matrices has
-        ``products_per_position``.
+        ``products_per_position``, or a method ``products(seq_len)`` for a whole sequence. One whose initial weights are
+        not those of `Transformer.init_weights` has ``initial_values``, name of a parameter → function of N(0, 1).
         """
         raise NotImplementedError
 
@@ -48,6 +52,11 @@ class Mixer(BaseModel):
     def has_plan(self) -> bool:
         """Whether tensor parallelism can split the module."""
         return type(self).plan is not Mixer.plan
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """Numbers, by name, that the degree of tensor parallelism has to divide, besides those of attention."""
+        return {}
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """Options to change in a small copy of the model with sequences of ``seq_len``."""
@@ -85,6 +94,8 @@ class SoftmaxMixer(Mixer):
 
     supports_masks = True
 
+    gate: bool = Field(False, description="the sigmoid of a gate, projected as queries are, multiplies the result")
+
     def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
         """As in the base class."""
         return SelfAttention(
@@ -94,6 +105,7 @@ class SoftmaxMixer(Mixer):
             proj_bias=config.attention_bias == "all",
             qk_norm=config.qk_norm,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
+            has_gate=self.gate,
         )
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
@@ -116,3 +128,44 @@ class LatentMixer(Mixer):
         """As in the base class."""
         has_part = {"q_a": config.q_lora_rank, "q_norm": config.q_lora_rank}
         return {name: style for name, style in LATENT_PLAN.items() if has_part.get(name, True)}
+
+
+class DeltaMixer(Mixer):
+    """`GatedDeltaNet`."""
+
+    supports_masks = True
+    supports_prefixes = False
+
+    key_heads: int = Field(gt=0, le=2**20, description="heads of queries and keys")
+    value_heads: int = Field(gt=0, le=2**20, description="heads of values, a multiple of key_heads")
+    key_head_size: int = Field(gt=0, le=2**20, description="width of a head's queries and keys")
+    value_head_size: int = Field(gt=0, le=2**20, description="width of a head's values")
+    conv_size: int = Field(4, gt=0, le=64, description="positions that the convolution sees")
+    chunk_size: int = Field(CHUNK, gt=0, le=2**16, description="positions that are computed together on a CPU")
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"key_heads {self.key_heads} does not divide value_heads {self.value_heads}; use a divisor"
+            )
+        return self
+
+    def build(self, config: DecoderConfig, kind: LayerKind) -> GatedDeltaNet:
+        """As in the base class."""
+        sizes = self.key_heads, self.value_heads, self.key_head_size, self.value_head_size
+        core = DeltaCore(*sizes, self.conv_size, self.chunk_size)
+        return GatedDeltaNet(config.hidden_size, core, config.norm_eps)
+
+    def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
+        """As in the base class."""
+        return DELTA_PLAN
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """As in the base class."""
+        return {"key_heads": self.key_heads}
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """As in the base class; the state still goes on from chunk to chunk."""
+        return {"key_head_size": 8, "value_head_size": 8, "chunk_size": max(1, seq_len // 4)}

@@ -119,7 +119,7 @@ class Decoder(Transformer):
         config, mlp = self.config, GatedMLP if self.config.gated else PlainMLP
         layer = DecoderLayer if number < config.num_layers else MTPLayer
         attention = self.new_attention(number)
-        if config.num_experts and number >= config.num_dense_layers:
+        if config.num_experts and number not in config.dense_layers:
             return layer(config, attention, SparseMLP(config))
         dense = mlp(config.hidden_size, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)
         return layer(config, attention, dense)

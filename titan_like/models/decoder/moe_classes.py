@@ -1,45 +1,97 @@
 """Decoder classes of transformers with experts, a row for each; see `titan_like.models.decoder.classes`."""
 
-from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, QK_ALL, QK_HEAD, Class
-from titan_like.models.decoder.fields import (
-    DENSE_LAYERS,
-    Layers,
+from titan_like.models.decoder.class_row import BIAS, GRANITE_SCALES, HEAD_SIZE, QK_ALL, QK_HEAD, Class
+from titan_like.models.decoder.expert_fields import (
+    BY_INTERVAL,
+    BY_STEP,
+    BY_TYPE,
+    GROUP_LIMIT,
     auxiliary_loss,
     experts,
-    head_size,
-    latent_kv_heads,
+    shared_width,
 )
+from titan_like.models.decoder.fields import Layers, bias, head_size, latent_kv_heads
 from titan_like.models.decoder.rope import Rope
-from titan_like.models.fields import Field, count, fixed, nullable, renamed
+from titan_like.models.fields import Field, choice, count, fixed, nullable, renamed
 
+_SIGMOID = {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0}  # biases stay as they are
+_SCALING, _FRACTION = renamed("routed_scaling", "routed_scaling_factor", 1.0), ("partial_rotary_factor", 0.5)
+_GROUPS = renamed("router_groups", "n_group", 1), renamed("router_top_groups", "topk_group", 1)
+_RENORMALIZE, _NO_RENORMALIZE = (renamed("renormalize", "norm_topk_prob", default) for default in (True, False))
+_MTP = count("mtp_layers", "num_nextn_predict_layers", 0)
+_LATENTS = (
+    renamed("kv_lora_rank", "kv_lora_rank", 512),
+    renamed("rope_head_size", "qk_rope_head_dim", 64),
+    head_size(None),
+    latent_kv_heads(),
+    BIAS,
+)
+_NO_LOSS = fixed("output_router_logits", False, is_written=False)
 # fmt: off
+_MIXTRAL_NAMES = {
+    "mlp.router": "block_sparse_moe.gate", "mlp.router.bias": "block_sparse_moe.e_score_correction_bias",
+    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1", "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+_NO_JITTER = fixed("router_jitter_noise", 0.0, 0, is_written=False)
 MOE_CLASSES = (
     Class(
         "MixtralForCausalLM", ("mixtral",), (32000, 4096, 14336, 32, 32, 8, 131072),
         fields=(HEAD_SIZE, *experts("num_local_experts", 8, 2, "intermediate_size", 14336), auxiliary_loss()),
-        fixed=(fixed("router_jitter_noise", 0.0, 0, is_written=False),), eps=("rms_norm_eps", 1e-5),
-        layers=Layers("all", rope=Rope(("rope_theta", 1e6))),
-        names={
-            "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
-            "mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
-        },
+        fixed=(_NO_JITTER,), eps=("rms_norm_eps", 1e-5), layers=Layers("all", rope=Rope(("rope_theta", 1e6))),
+        names=_MIXTRAL_NAMES,
     ),
     Class(
         "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), QK_HEAD,
         (
             HEAD_SIZE, BIAS, *experts("num_experts", 128, 8, "moe_intermediate_size", 768),
-            auxiliary_loss(dense_layers=DENSE_LAYERS), renamed("renormalize", "norm_topk_prob", False), DENSE_LAYERS,
+            auxiliary_loss(dense=BY_STEP), _NO_RENORMALIZE,
         ),
-        fixed=(fixed("use_sliding_window", False, None, is_written=False),),
-        ignored=frozenset({"max_window_layers", "sliding_window"}),
+        layers=Layers("switched all", 4096), dense=BY_STEP, ignored=frozenset({"max_window_layers"}),
+    ),
+    Class(
+        "Qwen2MoeForCausalLM", ("qwen2_moe",), (151936, 2048, 5632, 24, 16, 16, 32768), {"shared_expert_gate": True},
+        (
+            HEAD_SIZE, choice("attention_bias", "qkv_bias", True, {False: "none", True: "qkv"}),
+            *experts("num_experts", 60, 4, "moe_intermediate_size", 1408),
+            shared_width("shared_expert_intermediate_size", 5632), auxiliary_loss(dense=BY_STEP), _NO_RENORMALIZE,
+        ),
+        layers=Layers("alternating", 4096), dense=BY_STEP,
+        names={f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     ),
     Class(
         "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), QK_ALL,
         (
             head_size(None), BIAS, *experts("num_experts", 64, 8, "intermediate_size", 2048),
-            auxiliary_loss(0.01), renamed("renormalize", "norm_topk_prob", False),
+            auxiliary_loss(0.01), _NO_RENORMALIZE,
         ),
         fixed=(fixed("clip_qkv", None, is_written=False),), eps=("rms_norm_eps", 1e-5),
+    ),
+    Class(
+        "FlexOlmoForCausalLM", ("flex_olmo",), (100352, 4096, 11008, 32, 32, 0, 4096), QK_ALL | {"block": "post"},
+        (
+            HEAD_SIZE, BIAS, *experts("num_experts", 7, 5, "intermediate_size", 11008), auxiliary_loss(0.01),
+            _NO_RENORMALIZE,
+        ),
+        layers=Layers(rope=Rope(("rope_theta", 500_000.0))),
+        names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    ),
+    Class(
+        "GraniteMoeForCausalLM", ("granitemoe",), (32000, 4096, 11008, 32, 32, 0, 2048),
+        fields=(
+            *GRANITE_SCALES, HEAD_SIZE, BIAS, *experts("num_local_experts", 8, 2, "intermediate_size", 11008),
+            auxiliary_loss(),
+        ),
+        names={
+            "mlp.router": "block_sparse_moe.router.layer", "mlp.experts.down": "block_sparse_moe.output_linear",
+            "mlp.experts.gate": "block_sparse_moe.input_linear", "mlp.experts.up": "block_sparse_moe.input_linear",
+        },
+    ),
+    Class(
+        "MiniMaxM2ForCausalLM", ("minimax_m2",), (200064, 3072, 1536, 62, 48, 8, 196608), _SIGMOID | QK_ALL,
+        (head_size(128), *experts("num_local_experts", 256, 8, "intermediate_size", 1536)),
+        fixed=(_NO_JITTER, _NO_LOSS), names=_MIXTRAL_NAMES,
+        layers=Layers(rope=Rope(("rope_theta", 5e6), fraction=(_FRACTION[0], 1.0), rotated=("rotary_dim", 128))),
     ),
     Class(
         "GptOssForCausalLM", ("gpt_oss",), (201088, 2880, 2880, 36, 64, 8, 131072),
@@ -61,30 +113,86 @@ MOE_CLASSES = (
                 },
             ),
         ),
+        has_experts_in_turn=True,
         names={
             "mlp.router": "mlp.router", "mlp.experts.gate": "mlp.experts.gate_up_proj",
             "mlp.experts.up": "mlp.experts.gate_up_proj", "mlp.experts.down": "mlp.experts.down_proj",
         },
     ),
     Class(
-        "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, None, 4096),
-        {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0},  # biases stay as they are
+        "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, None, 4096), _SIGMOID,
         (
-            renamed("kv_lora_rank", "kv_lora_rank", 512), renamed("nope_head_size", "qk_nope_head_dim", 128),
-            renamed("rope_head_size", "qk_rope_head_dim", 64), renamed("value_head_size", "v_head_dim", 128),
-            renamed("routed_scaling", "routed_scaling_factor", 2.5),
+            *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 1536), renamed("nope_head_size", "qk_nope_head_dim", 128),
+            renamed("value_head_size", "v_head_dim", 128), renamed("routed_scaling", "routed_scaling_factor", 2.5),
             renamed("router_groups", "n_group", 8), renamed("router_top_groups", "topk_group", 4),
-            head_size(None), latent_kv_heads(), BIAS, nullable("q_lora_rank", "q_lora_rank", 1536),
-            count("mtp_layers", "num_nextn_predict_layers", 0),
-            *experts("n_routed_experts", 256, 8, "moe_intermediate_size", 2048),
-            renamed("renormalize", "norm_topk_prob", True), count("num_dense_layers", "first_k_dense_replace", 3),
-            count("num_shared_experts", "n_shared_experts", 1),
+            *experts("n_routed_experts", 256, 8, "moe_intermediate_size", 2048), _RENORMALIZE, _MTP,
+            count("num_dense_layers", "first_k_dense_replace", 3), count("num_shared_experts", "n_shared_experts", 1),
         ),
         fixed=(  # of which DeepSeek's own code reads the first three, and transformers the last
             fixed("scoring_func", "sigmoid"), fixed("topk_method", "noaux_tc"), fixed("moe_layer_freq", 1),
             fixed("rope_interleave", True),
         ),
         ignored=frozenset({"qk_head_dim", "num_mtp_layers"}), is_interleaved=True,
+    ),
+    Class(
+        "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",), (154880, 2048, 10240, 47, 20, None, 202752), _SIGMOID,
+        (
+            *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 768), renamed("nope_head_size", "qk_nope_head_dim", 192),
+            renamed("value_head_size", "v_head_dim", 256), renamed("routed_scaling", "routed_scaling_factor", 1.8),
+            *_GROUPS, *experts("n_routed_experts", 64, 4, "moe_intermediate_size", 1536), _RENORMALIZE, _MTP,
+            count("num_shared_experts", "n_shared_experts", 1),
+        ),
+        fixed=(fixed("rope_interleave", True),), eps=("rms_norm_eps", 1e-5), dense=BY_TYPE,
+        ignored=frozenset({"qk_head_dim"}), is_interleaved=True,
+    ),
+    Class(
+        "DeepseekV2ForCausalLM", ("deepseek_v2",), (102400, 4096, 11008, 32, 32, None, 2048),
+        {"balance": "none", "renormalize": False},
+        (
+            GROUP_LIMIT, *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 1536), _SCALING,
+            renamed("nope_head_size", "qk_nope_head_dim", 128), renamed("value_head_size", "v_head_dim", 128),
+            *experts("n_routed_experts", 64, int, "moe_intermediate_size", 1407),
+            count("num_dense_layers", "first_k_dense_replace", 0), count("num_shared_experts", "n_shared_experts", 2),
+        ),
+        fixed=(  # of which transformers reads the last
+            fixed("scoring_func", "softmax"), fixed("moe_layer_freq", 1), fixed("norm_topk_prob", False),
+            fixed("mlp_bias", False),
+        ),
+        ignored=frozenset({"qk_head_dim"}), is_interleaved=True,
+    ),
+    Class(
+        "Dots1ForCausalLM", ("dots1",), (152064, 4608, 10944, 62, 32, 32, 2048), QK_HEAD | _SIGMOID,
+        (
+            HEAD_SIZE, BIAS, *_GROUPS, _SCALING, *experts("n_routed_experts", int, int, "moe_intermediate_size", 1408),
+            _NO_RENORMALIZE, count("num_dense_layers", "first_k_dense_replace", 0),
+            renamed("num_shared_experts", "n_shared_experts", int),
+        ),
+        layers=Layers("last", 4096, first=62),
+    ),
+    Class(
+        "Glm4MoeForCausalLM", ("glm4_moe",), (151552, 4096, 10944, 46, 96, 8, 131072), _SIGMOID,
+        (
+            HEAD_SIZE, bias("qkv"), choice("qk_norm", "use_qk_norm", False, {False: "none", True: "head"}), *_GROUPS,
+            _SCALING, *experts("n_routed_experts", 128, 8, "moe_intermediate_size", 1408), _RENORMALIZE, _MTP,
+            count("num_dense_layers", "first_k_dense_replace", 1), count("num_shared_experts", "n_shared_experts", 1),
+        ),
+        eps=("rms_norm_eps", 1e-5), layers=Layers(rope=Rope(fraction=_FRACTION)),
+        ignored=frozenset({"num_mtp_layers"}),
+    ),
+    Class(
+        "Ernie4_5_MoeForCausalLM", ("ernie4_5_moe",), (103424, 2560, 12288, 28, 20, 4, 131072),
+        {"balance": "bias", "bias_update_rate": 0.0},
+        (
+            HEAD_SIZE, *experts("moe_num_experts", 64, 6, "moe_intermediate_size", 1536, "moe_k"),
+            count("num_shared_experts", "moe_num_shared_experts", 2),
+        ),
+        fixed=(
+            fixed("use_bias", False), fixed("moe_norm_min", 1e-12),
+            _NO_LOSS,
+        ),
+        eps=("rms_norm_eps", 1e-5), tied=True, layers=Layers(rope=Rope(("rope_theta", 500_000.0))), dense=BY_INTERVAL,
+        is_interleaved=True, has_stacked_bias=True,
+        names={"mlp.router.bias": "mlp.moe_statics.e_score_correction_bias"},
     ),
 )
 # fmt: on

@@ -46,6 +46,8 @@ class Rope:
     theta: tuple[str, float] = ("rope_theta", 10_000.0)  # field and default
     local_theta: tuple[str, float] | None = None  # of layers with a window, which have a scaling of their own
     fraction: tuple[str, float] | None = None  # of a head that is rotated
+    # A field with that part's width, whose absence is the default above, and the width of a head if that is absent.
+    rotated: tuple[str, int] | None = None
     default_scaling: Mapping[str, Any] | None = None
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
 
@@ -75,7 +77,10 @@ class Rope:
             theta = of_sliding.number("rope_theta", fields.number(*self.local_theta))
             sliding = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_sliding, max_seq_len)}
         if self.fraction is not None:
-            return full, sliding, self._read_fraction(fields, of_full, *self.fraction)
+            name, default = self.fraction
+            if self.rotated is not None and fields.get(self.rotated[0]) is not None:
+                default = fields.integer(self.rotated[0]) / fields.integer("head_dim", self.rotated[1])
+            return full, sliding, self._read_fraction(fields, of_full, name, default)
         if full["rope_scaling"] or sliding["rope_scaling"]:  # else transformers does not read it
             of_full.must_be(_FRACTION, None, 1.0, 1)
             fields.must_be(_FRACTION, None, 1.0, 1)

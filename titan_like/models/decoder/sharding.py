@@ -46,8 +46,10 @@ def _plan(config: DecoderConfig) -> dict[str, Any]:
     dense = [_MLP]
     if config.num_experts:
         plan[f"{_MLP}.router"] = "router"
-        dense = [f"layers.{number}.mlp" for number in range(config.num_dense_layers)]
+        dense = [f"layers.{number}.mlp" for number in config.dense_layers]
         dense += [f"{_MLP}.shared"] if config.num_shared_experts else []
+    if config.shared_expert_gate:
+        plan[f"{_MLP}.shared_gate"] = "replicated_linear"
     for prefix in dense:
         plan |= {prefix + name.removeprefix(_MLP): style for name, style in _DENSE.items()}
         if not config.gated:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from titan_like.models.decoder.class_row import NAMES, Class
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
+from titan_like.models.decoder.mixers import DeltaMixer, SoftmaxMixer
 from titan_like.models.hugging_face import Stored, fused, linear, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -16,6 +17,7 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
     """Where each parameter of the model is stored. Names and shapes of parameters are the same in all classes."""
     names = NAMES | dict(row.names)
     table, head = (config.padded_vocab_size, config.hidden_size), f"{names['output']}.weight"
+    dense_layers = config.dense_layers
     numbers = range(config.num_layers, config.num_layers + config.mtp_layers)  # which have copies of both tables
     of_table, of_head = (
         [f"{names['layers']}.{i}.{names[name]}.weight" for i in numbers] for name in ("mtp.embedding", "mtp.output")
@@ -27,9 +29,15 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
         theirs = {name: f"{names['layers']}.{layer}.{of_layer}" for name, of_layer in names.items()}
         for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
             yield from _norm(config, ours + name, theirs[name])
-        yield from (_latents if config.kv_lora_rank else _attention)(config, row, ours, theirs)
-        if config.num_experts and layer >= config.num_dense_layers:
-            yield from _experts(config, ours, theirs)
+        mixer = config.mixer_of(config.kind_of(layer))
+        if isinstance(mixer, DeltaMixer):
+            yield from _delta_net(config, mixer, ours, theirs)
+        elif isinstance(mixer, SoftmaxMixer):
+            yield from _attention(config, row, ours, theirs, mixer.gate)
+        else:
+            yield from _latents(config, row, ours, theirs)
+        if config.num_experts and layer not in dense_layers:
+            yield from _experts(config, row, ours, theirs)
         else:
             yield from _mlp(config, f"{ours}mlp", "mlp", theirs, config.ffn_hidden_size)
         if layer in numbers:
@@ -46,7 +54,23 @@ def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
     return linear(ours, theirs, (config.hidden_size,), config.norm == "layer")
 
 
-def _attention(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+def _delta_net(config: DecoderConfig, mixer: DeltaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+    ours, hidden, groups, heads = f"{ours}attention.", config.hidden_size, mixer.key_heads, mixer.value_heads
+    keys, values = groups * mixer.key_head_size, heads * mixer.value_head_size
+    yield from linear(f"{ours}qkvz", theirs["delta.qkvz"], (2 * (keys + values), hidden), False)
+    yield from linear(f"{ours}ba", theirs["delta.ba"], (2 * heads, hidden), False)
+    shape = (2 * keys + values, 1, mixer.conv_size)  # the files have all queries' channels first, then all keys'
+    sources = {theirs["delta.conv"]: shape}
+    yield Stored(f"{ours}core.conv", shape, sources, parts=(keys, keys, values), groups=groups)
+    for name in ("a_log", "dt_bias"):
+        yield whole(f"{ours}core.{name}", theirs[f"delta.{name}"], (heads,))
+    yield from linear(f"{ours}norm", theirs["delta.norm"], (mixer.value_head_size,), False)
+    yield from linear(f"{ours}proj", theirs["delta.proj"], (hidden, values), False)
+
+
+def _attention(
+    config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str], has_gate: bool
+) -> Iterator[Stored]:
     hidden, width, head = config.hidden_size, config.attention_size, config.head_dim
     pairs = (head, 0, config.rotary_size) if row.is_interleaved else None
     qkv = theirs["attention.qkv"]
@@ -57,7 +81,7 @@ def _attention(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, s
             rows = (width + 2 * config.num_kv_heads * head, *columns)
             yield whole(f"{ours}attention.qkv.{part}", tensors[0], rows)
         else:
-            yield fused(config, f"{ours}attention.qkv.{part}", columns, tensors, pairs=pairs)
+            yield fused(config, f"{ours}attention.qkv.{part}", columns, tensors, pairs=pairs, has_gate=has_gate)
     has_bias = config.attention_bias == "all"
     yield from linear(f"{ours}attention.proj", theirs["attention.proj"], (hidden, width), has_bias)
     if config.attention_sinks:
@@ -100,14 +124,15 @@ def _mlp(config: DecoderConfig, ours: str, name: str, theirs: dict[str, str], ff
                 yield whole(label, f"{source}.{part}", size)
 
 
-def _experts(config: DecoderConfig, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
     experts, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
     yield whole(f"{ours}mlp.router.weight", f"{theirs['mlp.router']}.weight", (experts, hidden))
     if config.router_bias:
         yield whole(f"{ours}mlp.router.logit_bias", f"{theirs['mlp.router']}.bias", (experts,))
     if config.balance == "bias":
-        bias = whole(f"{ours}mlp.router.bias", theirs["mlp.router.bias"], (experts,))
-        yield replace(bias, is_buffer=True)
+        shape = (1, experts) if row.has_stacked_bias else (experts,)
+        bias = Stored(f"{ours}mlp.router.bias", (experts,), {theirs["mlp.router.bias"]: shape}, is_buffer=True)
+        yield replace(bias, is_stacked=row.has_stacked_bias)
     for name in _MATRICES:
         source = theirs[f"mlp.experts.{name}"]
         rows, columns = (hidden, ffn) if name == "down" else (ffn, hidden)
@@ -118,9 +143,15 @@ def _experts(config: DecoderConfig, ours: str, theirs: dict[str, str]) -> Iterat
             if "{}" in source:
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(tensors, size))
-            else:  # gate and up in turn, each matrix transposed
+            elif row.has_experts_in_turn:  # gate and up in turn, each matrix transposed
                 taken, times = {"gate": ((0, None, 2), 2), "up": ((1, None, 2), 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
+            else:  # gate above up
+                taken, times = {"gate": ((ffn,), 2), "up": ((ffn, None), 2), "down": ((), 1)}[name]
+                sources = {f"{source}.{part}": (experts, times * rows, *size[1:])}
+                yield Stored(label, shape, sources, is_stacked=True, taken=taken)
     if config.num_shared_experts:
         yield from _mlp(config, f"{ours}mlp.shared", "mlp.shared", theirs, config.num_shared_experts * ffn)
+    if config.shared_expert_gate:
+        yield from linear(f"{ours}mlp.shared_gate", theirs["mlp.shared_gate"], (1, hidden), False)

@@ -207,7 +207,8 @@ class SelfAttention(nn.Module):
     """Attention with fused projections for queries, keys and values.
 
     Rows of the fused projection are ordered by key-value head, [kv_heads, queries per kv head + 2, head_dim], so that
-    a contiguous slice of whole groups is itself a smaller attention layer.
+    a contiguous slice of whole groups is itself a smaller attention layer. Each query may be followed by a gate, of
+    which the sigmoid multiplies the head's result.
     """
 
     def __init__(
@@ -219,6 +220,7 @@ class SelfAttention(nn.Module):
         proj_bias: bool | None = None,
         qk_norm: Literal["none", "head", "all"] = "none",
         norm: Callable[[int, float], Norm] = nn.RMSNorm,
+        has_gate: bool = False,
     ) -> None:
         """``shape`` has the sizes of the projections, and the epsilon of norms.
 
@@ -235,8 +237,10 @@ class SelfAttention(nn.Module):
             q_heads, k_heads = (1, 1) if self.is_norm_of_heads else (heads, kv_heads)  # that are normalised together
             self.q_norm = norm(q_heads * self.head_dim, shape.norm_eps)
             self.k_norm = norm(k_heads * self.head_dim, shape.norm_eps)
-        self.queries_per_kv_head = heads // kv_heads
-        self.qkv = nn.Linear(shape.hidden_size, (heads + 2 * kv_heads) * self.head_dim, bias=bias)
+        self.has_gate = has_gate
+        self.rows_per_kv_head = heads // kv_heads * (2 if has_gate else 1)  # those of its queries, in heads
+        rows = (self.rows_per_kv_head + 2) * kv_heads * self.head_dim
+        self.qkv = nn.Linear(shape.hidden_size, rows, bias=bias)
         self.core = core
         proj_bias = bias if proj_bias is None else proj_bias
         self.proj = nn.Linear(heads * self.head_dim, shape.hidden_size, bias=proj_bias)
@@ -244,10 +248,13 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, context: Context = _PLAIN) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope``, ``document_mask`` and ``bias``."""
         batch, seq, _ = x.shape
-        group = self.queries_per_kv_head
+        group = self.rows_per_kv_head
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
         # One split instead of three slices, because its backward pass writes the gradient only once.
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
+        gate = None
+        if self.has_gate:
+            q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if self.q_norm is not None and self.k_norm is not None:
             if self.is_norm_of_heads:
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -256,8 +263,8 @@ class SelfAttention(nn.Module):
         if context.rope is not None:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         masks = context.document_mask, context.bias
-        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
-        return self.proj(attended.transpose(1, 2).flatten(2, 3))
+        attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks).transpose(1, 2)
+        return self.proj((attended if gate is None else attended * gate.sigmoid()).flatten(2, 3))
 
 
 ATTENTION_PLAN = {

@@ -91,12 +91,14 @@ class Router(nn.Module):
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores with the bias, [n, E] → the experts of each token, int64 [n, k]. A router of your own overrides it.
 
-        Of several groups of consecutive experts, those with the largest sums of their two best scores are chosen first.
+        Of several groups of consecutive experts, those with the largest sums of their two best scores, or with the
+        best scores, are chosen first.
         """
         config = self.config
         if config.router_top_groups < config.router_groups:
             groups = scores.unflatten(1, (config.router_groups, -1))
-            best = groups.topk(2).values.sum(2).topk(config.router_top_groups).indices
+            of_groups = groups.amax(2) if config.router_group_score == "max" else groups.topk(2).values.sum(2)
+            best = of_groups.topk(config.router_top_groups).indices
             is_left = torch.ones_like(groups[..., :1], dtype=torch.bool).scatter(1, best[..., None], False)
             scores = groups.masked_fill(is_left, -torch.inf).flatten(1)
         return scores.topk(config.experts_per_token, dim=1).indices
@@ -279,7 +281,10 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """The weighted sum of the chosen experts' results, plus the shared experts' result, which are one wider MLP."""
+    """The weighted sum of the chosen experts' results, plus the shared experts' result, which are one wider MLP.
+
+    A gate may multiply what the shared experts add by a number between 0 and 1 for each token (Qwen2-MoE).
+    """
 
     def __init__(self, config: WithExperts, router: Router | None = None) -> None:
         super().__init__()
@@ -287,6 +292,7 @@ class SparseMLP(nn.Module):
         self.experts = Experts(config)
         shared = config.num_shared_experts * config.expert_ffn_hidden_size
         self.shared = GatedMLP(config.hidden_size, shared, config.activation) if shared else None
+        self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]. ``padding_mask`` as in `Router.forward`."""
@@ -296,7 +302,11 @@ class SparseMLP(nn.Module):
         rows = self.experts(_ByExpert.apply(tokens, order, inverse), offsets)
         chosen = permuted(rows, inverse, order).view(*weights.shape, -1)  # [n, k, hidden]
         result = (chosen * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
-        return result if self.shared is None else result + self.shared(x)
+        if self.shared is None:
+            return result
+        if self.shared_gate is None:
+            return result + self.shared(x)
+        return result + self.shared_gate(x).sigmoid() * self.shared(x)
 
 
 @torch.library.custom_op("titan_like::expert_product", mutates_args=())

@@ -1,6 +1,7 @@
 """Initial weights as a function of (seed, parameter name), equal in every layout and on every device."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -47,9 +48,17 @@ def standard_rows(seed: int, name: str, shape: torch.Size, rows: range, block: i
 
 @torch.no_grad()
 def fill_normal(
-    parameter: nn.Parameter, seed: int, name: str, std: float | torch.Tensor, block: int = BLOCK_ELEMENTS
+    parameter: nn.Parameter,
+    seed: int,
+    name: str,
+    std: float | torch.Tensor,
+    block: int = BLOCK_ELEMENTS,
+    function: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Write the initial value into a parameter, or into this rank's shard of it. ``std`` may be a tensor [rows]."""
+    """Write the initial value into a parameter, or into this rank's shard of it. ``std`` may be a tensor [rows].
+
+    ``function`` is applied to each element.
+    """
     for local, offset in local_parts(parameter):
         if local.numel() == 0:
             continue
@@ -58,7 +67,7 @@ def fill_normal(
         value *= std[start:stop, None] if isinstance(std, torch.Tensor) else std
         for dim in range(1, parameter.ndim):
             value = value.narrow(dim, offset[dim], local.shape[dim])
-        local.copy_(value)
+        local.copy_(value if function is None else function(value))
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -1,0 +1,52 @@
+"""Layers with a gated delta net in parallel layouts, on packed documents."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import base_config
+from tests.distributed.layouts import pipeline, tensor, zero
+from titan_like.config.errors import ConfigError
+from titan_like.verify.compare import EXACT
+from titan_like.verify.shrink import Options, resolve, shrink
+from titan_like.verify.verify import Verifier
+
+PACKED = {"data.reset_attention_mask": True, "data.reset_position_ids": True}
+HYBRID = {"model.family": "decoder", "model.flavor": "debug_linear"} | PACKED
+SHARDS = {"parallelism.data_parallel_shard_degree": 2}
+CONTEXT = {"parallelism.context_parallel_degree": 2}
+
+
+def verify(folder: Path, settings: dict[str, Any]) -> str:
+    config = base_config(folder, HYBRID | settings)
+    verdict = Verifier(shrink(config, resolve(config, None), Options(steps=2)), 240, kinds=[EXACT]).verify()
+    assert verdict.outcome == "same", (verdict.first_difference, verdict.blame, verdict.place, verdict.reason)
+    return verdict.outcome
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(tensor(2) | pipeline(2) | SHARDS | zero(3), id="tensor, pipeline, zero 3"),
+        pytest.param(tensor(2, sequence_parallel=True) | SHARDS | zero(1), id="sequence, zero 1"),
+    ],
+)
+@pytest.mark.slow
+def test_a_layout_computes_the_training_of_one_process(tmp_path: Path, layout: dict[str, Any]) -> None:
+    verify(tmp_path, layout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (CONTEXT, r"layers\.0\.attention.* needs whole sequences, but a rank has only its CP shard of each"),
+        (tensor(8), r"does not divide the model's num_attention_heads|kinds\.linear\.options\.key_heads \(4\)"),
+        ({"data.prefix_lm": True}, "has layers with a recurrence, which is causal; leave it out"),
+    ],
+    ids=["context", "heads", "prefix"],
+)
+def test_what_a_recurrence_cannot_do_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    config = base_config(tmp_path, HYBRID | settings)
+    with pytest.raises(ConfigError, match=message):
+        shrink(config, resolve(config, None), Options(steps=2))

@@ -1,0 +1,153 @@
+"""The gated delta rule (arXiv 2412.06464): linear attention that decays its state and corrects what it recalls.
+
+For each head, with queries and keys of length 1, the state S [key size, value size] and the output o follow
+
+    S' = exp(g) · S        S = S' + β · k (v - k S')        o = q S / √(key size)
+
+Between chunks of a sequence this is a recurrence, and within one it is a triangular system (arXiv 2412.06464, section
+3.3). A document of a packed sequence begins with a state of zeros.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64  # positions, as in flash-linear-attention
+_RESET = -100.0  # log of a decay that leaves nothing of a state in float32
+_EPS = 1e-6  # added to squared lengths, as in flash-linear-attention
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """`chunked_gated_delta_rule` of queries and keys of any length, which are divided by it.
+
+    On a GPU, flash-linear-attention computes it if it is installed, except in float64.
+    """
+    kernel = _kernel() if v.is_cuda and v.dtype != torch.float64 else None
+    if kernel is None:
+        return chunked_gated_delta_rule(_normalised(q), _normalised(k), v, g, beta, starts, chunk)
+    if starts is not None:  # lengths of documents would need a wait for the GPU
+        is_first = starts == torch.arange(v.shape[1], device=v.device)
+        g = g.masked_fill(is_first[..., None], _RESET)
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
+    return kernel(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+
+@cache
+def _kernel() -> Callable[..., Any] | None:
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        warnings.warn(
+            "gated delta nets run without flash-linear-attention, slower and with more memory; "
+            "pip install 'titan_like[linear]'",
+            stacklevel=2,
+        )
+        return None
+    return chunk_gated_delta_rule
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    """Vectors in the last dimension of length 1, at least float32."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+
+
+def chunked_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """q and k [batch, seq, key heads, key size], v [batch, seq, heads, value size] → shape and dtype of v.
+
+    Each key head serves equally many consecutive heads of v. ``g`` is the log of the decay and ``beta`` the strength of
+    the correction, both [batch, seq, heads]. ``starts``, int64 [batch, seq], is where each position's document begins;
+    None: at 0. It computes in float32 at least.
+    """
+    batch, seq, heads, value_size = v.shape
+    key_heads, key_size = k.shape[2:]
+    result_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
+
+    def chunked(x: torch.Tensor) -> torch.Tensor:
+        """[batch, seq, n, size] → [chunks, batch, key heads, n / key heads, chunk, size], filled up with zeros."""
+        x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, -seq % chunk))
+        return x.unflatten(1, (-1, chunk)).unflatten(3, (key_heads, -1)).permute(1, 0, 3, 4, 2, 5).contiguous()
+
+    q, k, v, beta = key_size**-0.5 * chunked(q), chunked(k), chunked(v), chunked(beta[..., None])
+    log_decay = chunked(g[..., None]).cumsum(4)  # since the chunk's beginning
+    order = torch.arange(chunk, device=v.device)
+    is_hidden = order[:, None] < order
+    since_chunk = log_decay.exp()  # what is left, at each position, of the state before the chunk
+    if starts is not None:
+        # Where each position's document begins, counted from the position's chunk.
+        first = chunked(starts[..., None, None].expand(-1, -1, key_heads, -1)).to(torch.int64)
+        first = first - chunk * torch.arange(len(first), device=v.device).view(-1, 1, 1, 1, 1, 1)
+        is_hidden, since_chunk = is_hidden | (order < first), since_chunk.masked_fill(first >= 0, 0)
+    decay = (log_decay - log_decay.mT).masked_fill(is_hidden, -torch.inf).exp()  # from each position to each later one
+
+    # A correction depends on those before it in the chunk, and linearly on the state before the chunk.
+    system = k @ k.mT * beta * decay
+    known = torch.cat((beta * v, beta * since_chunk * k), 5)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    corrections, of_state = solved.split([value_size, key_size], 5)
+    reads = torch.cat((of_state, since_chunk * q), 4)
+    scores = q @ k.mT * decay
+    writes = (k * decay[..., -1:, :].mT).mT
+    kept = since_chunk[..., -1:, :]
+
+    state: torch.Tensor | None = None
+    outputs = []
+    chunks = zip(*(x.unbind(0) for x in (corrections, reads, scores, writes, kept)), strict=True)
+    for number, (correction, read, score, write, keep) in enumerate(chunks):
+        if state is None:
+            outputs.append(score @ correction)
+        else:
+            of_correction, of_output = (read @ state).chunk(2, 3)
+            correction = correction - of_correction
+            outputs.append(of_output + score @ correction)
+        if number + 1 < len(kept):
+            written = write @ correction
+            state = written if state is None else keep * state + written
+    output = torch.stack(outputs, 1).permute(0, 1, 4, 2, 3, 5)  # [batch, chunks, chunk, key heads, …, value size]
+    return output.reshape(batch, -1, heads, value_size)[:, :seq].to(result_dtype)
+
+
+def chunk_products(seq: int, key_heads: int, heads: int, key_size: int, value_size: int, chunk: int = CHUNK) -> int:
+    """Multiplications of a sequence in `chunked_gated_delta_rule`, of which a triangular system is a whole matrix."""
+    chunks = -(-seq // chunk)
+    pairs = 2 * key_heads * key_size + heads * (key_size + 2 * value_size)
+    return chunks * chunk**2 * pairs + (chunks - 1) * chunk * 3 * heads * key_size * value_size
+
+
+def short_convolution(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+    """Causal convolution of each channel within its document.
+
+    x [batch, seq, channels] and weight [channels, 1, taps] → like x. ``starts`` as in `chunked_gated_delta_rule`. It is
+    a sum of elementwise products, which a compiler fuses.
+    """
+    seq, taps = x.shape[1], weight.shape[2]
+    padded = F.pad(x, (0, 0, taps - 1, 0))
+    weight = weight.to(torch.promote_types(x.dtype, torch.float32))
+    order = torch.arange(seq, device=x.device)
+    total = x * weight[:, 0, -1]
+    for lag in range(1, taps):
+        product = padded[:, taps - 1 - lag : taps - 1 - lag + seq] * weight[:, 0, -1 - lag]
+        if starts is not None:
+            product = product.masked_fill((order - lag < starts)[..., None], 0)
+        total = total + product
+    return total.to(x.dtype)
