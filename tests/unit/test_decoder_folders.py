@@ -87,7 +87,7 @@ def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
     ignored |= {"pretraining_tp": 2, "num_labels": 2}  # types that transformers checks
     ignored |= {name: 0.5 for name in ignored if "drop" in name}
     assert torch.equal(logits_of(base), logits_of(base | ignored))
-    if model_type not in ("gemma3_text", "phi3"):  # which read no table like this one
+    if model_type not in ("gemma3_text", "olmo3", "phi3"):  # which read no table like this one
         yarn, dead = (
             YARN | {"partial_rotary_factor": 1.0},
             {"attn_factor": 3.0, "finetuned": True, "mrope_section": [1]},
@@ -195,8 +195,8 @@ def test_a_row_as_families_md_writes_it_is_all_that_a_class_needs(
     (code,) = re.findall(r"# a row of titan_like/models/decoder/classes.py\n(.*?)```", page, re.DOTALL)
     row = eval(code, vars(classes))
     monkeypatch.setattr(mapping, "CLASSES", (*CLASSES, row))
-    monkeypatch.setitem(mapping.ARCHITECTURES, "arcee", row.name)
-    monkeypatch.setitem(CASES, "arcee", ("arcee", WIDE | {"mlp_bias": True, "attention_bias": True}))
-    folders.test_a_folder_of_transformers_is_read_and_written_again("arcee", tmp_path)
-    folders.test_an_absent_field_has_the_default_of_the_class("arcee")
-    test_what_is_ignored_transformers_ignores_too("arcee")
+    monkeypatch.setitem(mapping.ARCHITECTURES, "jais2", row.name)
+    monkeypatch.setitem(CASES, "jais2", ("jais2", WIDE | {"mlp_bias": False, "num_key_value_heads": 1}))
+    folders.test_a_folder_of_transformers_is_read_and_written_again("jais2", tmp_path)
+    folders.test_an_absent_field_has_the_default_of_the_class("jais2")
+    test_what_is_ignored_transformers_ignores_too("jais2")

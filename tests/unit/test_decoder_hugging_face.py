@@ -39,6 +39,8 @@ EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}
 LATENT |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8}
+KINDS = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")]
+BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 60.0}}
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 CASES = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
@@ -50,6 +52,9 @@ CASES = {
     "qwen3": ("qwen3", WIDE | {"attention_bias": True}),
     "olmo2": ("olmo2", SMALL | {"num_key_value_heads": 4, "rms_norm_eps": 1e-4}),
     "olmo2, grouped": ("olmo2", SMALL | {"rope_parameters": YARN, "attention_bias": True}),
+    "olmo3": ("olmo3", SMALL | {"layer_types": KINDS, "sliding_window": WINDOW, "rope_parameters": BY_KIND}),
+    "exaone4": ("exaone4", WIDE | {"layer_types": KINDS, "sliding_window": WINDOW, "sliding_window_pattern": "LLLG"}),
+    "exaone4, no window": ("exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "smollm3": ("smollm3", SMALL | {"no_rope_layers": [1, 0, 1, 1], "mlp_bias": True}),
     "granite": (
         "granite",
@@ -57,6 +62,7 @@ CASES = {
         | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 7.0}
         | {"tie_word_embeddings": True},
     ),
+    "gemma": ("gemma", WIDE | {"num_key_value_heads": 1, "hidden_act": "gelu", "rope_parameters": LINEAR}),
     "gemma2": ("gemma2", WIDE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0}),
     "gemma3_text": (
         "gemma3_text",
@@ -70,6 +76,7 @@ CASES = {
         "phi3",
         SMALL | {"rope_parameters": LONG | {"partial_rotary_factor": 0.7}, "original_max_position_embeddings": 16},
     ),
+    "glm": ("glm", WIDE | {"rope_parameters": YARN | {"partial_rotary_factor": 0.3}, "attention_bias": False}),
     "glm4": ("glm4", WIDE | {"num_key_value_heads": 1}),
     "gpt_neox": ("gpt_neox", NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}),
     "gpt_neox, not parallel": (
@@ -77,6 +84,12 @@ CASES = {
     ),
     "nemotron": ("nemotron", WIDE | {"attention_bias": True, "mlp_bias": True}),
     "starcoder2": ("starcoder2", SMALL | {"sliding_window": WINDOW, "num_key_value_heads": 1}),
+    "starcoder2, no biases": ("starcoder2", SMALL | {"use_bias": False, "tie_word_embeddings": False}),
+    "arcee": ("arcee", WIDE | {"mlp_bias": True, "attention_bias": True, "rope_parameters": LLAMA3}),
+    "ernie4_5": ("ernie4_5", WIDE | {"use_bias": True, "num_key_value_heads": 1, "rope_parameters": YARN}),
+    "seed_oss": ("seed_oss", WIDE | {"attention_out_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
+    "cwm": ("cwm", WIDE | {"sliding_window": WINDOW, "num_hidden_layers": 5, "mlp_bias": True}),
+    "helium": ("helium", SMALL | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", WIDE | {"num_local_experts": 5, "sliding_window": WINDOW}),
     "qwen3_moe": (
         "qwen3_moe", WIDE | EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [0], "attention_bias": True}
@@ -102,7 +115,7 @@ def random_folder(model_type: str, fields: dict, folder: Path):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name or tensor.ndim == 0 or "embed_scale" in name:
                 continue
-            is_offset = "norm" in name and model_type not in ("gemma2", "gemma3_text", "nemotron")
+            is_offset = "norm" in name and model_type not in ("gemma", "gemma2", "gemma3_text", "nemotron")
             one = 1.0 if is_offset and name.endswith("weight") else 0.0
             tensor.copy_(one + 0.1 * torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder)
@@ -128,6 +141,12 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, rounding: float = 0.0) -> bo
 
 
 RARE: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo3, one table": ("olmo3", SMALL | {"sliding_window": WINDOW, "rope_theta": 900.0}),
+    "exaone4, no layer with a window": ("exaone4", SMALL | {"layer_types": ["full_attention"] * 4}),
+    "seed_oss, no biases": ("seed_oss", SMALL | {"attention_bias": False}),
+    "ernie4_5, no biases": ("ernie4_5", SMALL | {"tie_word_embeddings": False}),
+    "cwm, other scaling": ("cwm", SMALL | {"rope_parameters": YARN, "sliding_window": 3}),
+    "cwm, no scaling": ("cwm", SMALL | {"rope_theta": 60.0, "rope_parameters": {"rope_type": "default"}}),
     "smollm3, not rotated": ("smollm3", SMALL | {"no_rope_layers": [0] * 4}),
     "gemma2, no window": ("gemma2", WIDE | {"layer_types": ["full_attention"] * 4}),
     "gpt_neox, another GELU": ("gpt_neox", NEOX | {"hidden_act": "gelu_fast", "rotary_pct": 0.5}),

@@ -5,8 +5,8 @@ An absent field of config.json has the class's default, which is often not what 
 
 from typing import Any
 
-from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, MLP_BIAS, QK_HEAD, Class
-from titan_like.models.decoder.fields import Layers, activation, bias, head_size
+from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, MLP_BIAS, QK_ALL, QK_HEAD, Class
+from titan_like.models.decoder.fields import OUTPUT_BIAS, Layers, activation, bias, biases, head_size
 from titan_like.models.decoder.moe_classes import MOE_CLASSES
 from titan_like.models.decoder.rope import Rope
 from titan_like.models.fields import Field, choice, fixed, nullable, reciprocal, renamed
@@ -20,14 +20,19 @@ _GEMMA: dict[str, Any] = {
     "names": {"mlp_norm": "pre_feedforward_layernorm"},
 }
 _GEMMA_ALWAYS = {"block": "sandwich", "norm_offset": True}
+_SCALED_BY_WIDTH = Field(
+    lambda fields, shape: {"embedding_scale": shape["hidden_size"] ** 0.5, "round_embedding_scale": True}
+)
 _GEMMA_FIELDS = (
     head_size(256), BIAS,
     Field(
         lambda fields, shape: {"attention_scale": fields.positive("query_pre_attn_scalar", 256) ** -0.5},
         lambda config: {"query_pre_attn_scalar": round(config.score_scale**-2)},
     ),
-    Field(lambda fields, shape: {"embedding_scale": shape["hidden_size"] ** 0.5, "round_embedding_scale": True}),
+    _SCALED_BY_WIDTH,
 )
+_POST = {"block": "post"}
+_POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _DENSE_CLASSES = (
     Class("LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048)),
     Class(
@@ -48,9 +53,20 @@ _DENSE_CLASSES = (
         layers=Layers("switched", 4096),
     ),
     Class(
-        "Olmo2ForCausalLM", ("olmo2",), (50304, 4096, 11008, 32, 32, 0, 2048), {"qk_norm": "all", "block": "post"},
-        (HEAD_SIZE, BIAS), eps=("rms_norm_eps", 1e-5),
-        names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+        "Olmo2ForCausalLM", ("olmo2",), (50304, 4096, 11008, 32, 32, 0, 2048), QK_ALL | _POST, (HEAD_SIZE, BIAS),
+        eps=("rms_norm_eps", 1e-5), names=_POST_NORMS,
+    ),
+    Class(
+        "Olmo3ForCausalLM", ("olmo3",), (50304, 4096, 11008, 32, 32, 0, 2048), QK_ALL | _POST, (HEAD_SIZE, BIAS),
+        eps=("rms_norm_eps", 1e-5), names=_POST_NORMS,
+        layers=Layers("types", 4096, period=4, rope=Rope(("rope_theta", 5e5), local_theta=("", 5e5))),
+    ),
+    Class(
+        "Exaone4ForCausalLM", ("exaone4",), (102400, 4096, 16384, 32, 32, 32, 2048), QK_HEAD | _POST, (HEAD_SIZE,),
+        eps=("rms_norm_eps", 1e-5), names=_POST_NORMS,
+        layers=Layers(
+            "types", 4096, period=4, period_field="sliding_window_pattern", rotated="windows if any"
+        ),
     ),
     Class(
         "SmolLM3ForCausalLM", ("smollm3",), (128256, 2048, 11008, 36, 16, 4, 32768), tied=True,
@@ -70,6 +86,12 @@ _DENSE_CLASSES = (
             reciprocal("logit_scale", "logits_scaling", 1.0),
             HEAD_SIZE, BIAS,
         ),
+    ),
+    Class(
+        "GemmaForCausalLM", ("gemma",), (256000, 3072, 24576, 28, 16, 16, 8192), {"norm_offset": True},
+        (head_size(256), BIAS, _SCALED_BY_WIDTH), fixed=_GEMMA["fixed"], tied=True,
+        activation=activation("hidden_act", "gelu_pytorch_tanh", gelu="gelu_tanh"),
+        ignored=frozenset({"hidden_activation"}),
     ),
     Class(
         "Gemma2ForCausalLM", ("gemma2",), (256000, 2304, 9216, 26, 8, 4, 8192), _GEMMA_ALWAYS,
@@ -98,6 +120,11 @@ _DENSE_CLASSES = (
         ignored=frozenset({"full_attn_mod", "original_max_position_embeddings"}), eps=("rms_norm_eps", 1e-5),
         layers=Layers("all", rope=Rope(fraction=("partial_rotary_factor", 1.0), is_longrope=True)),
         names={"attention.qkv": "self_attn.qkv_proj"} | _GATE_UP,
+    ),
+    Class(
+        "GlmForCausalLM", ("glm",), (151552, 4096, 13696, 40, 32, 2, 131072),
+        fields=(head_size(128), bias("qkv", True)), eps=("rms_norm_eps", 1.5625e-7),
+        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.5))), is_interleaved=True, names=_GATE_UP,
     ),
     Class(
         "Glm4ForCausalLM", ("glm4",), (151552, 4096, 13696, 40, 32, 2, 131072), {"block": "sandwich"},
@@ -129,10 +156,42 @@ _DENSE_CLASSES = (
     ),
     Class(
         "Starcoder2ForCausalLM", ("starcoder2",), (49152, 3072, 12288, 30, 24, 2, 4096),
-        {"norm": "layer", "gated": False, "attention_bias": "all", "mlp_bias": True}, (head_size(None),),
-        fixed=(fixed("use_bias", True),), activation=activation("hidden_act", "gelu_pytorch_tanh"),
+        {"norm": "layer", "gated": False}, (head_size(None), biases("use_bias", True)),
+        activation=activation("hidden_act", "gelu_pytorch_tanh"),
         eps=("norm_epsilon", 1e-5), init_std=0.018042, tied=True, layers=Layers("all"),
         names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    ),
+    Class(
+        "ArceeForCausalLM", ("arcee",), (32000, 2560, 18432, 32, 32, 0, 4096), {"gated": False},
+        activation=activation("hidden_act", "relu2"), eps=("rms_norm_eps", 1e-5),
+    ),
+    Class(
+        "Ernie4_5ForCausalLM", ("ernie4_5",), (103424, 1024, 3072, 18, 16, 2, 131072),
+        fields=(head_size(128), biases("use_bias", False)), eps=("rms_norm_eps", 1e-5), tied=True,
+        layers=Layers(rope=Rope(("rope_theta", 5e5))), is_interleaved=True,
+    ),
+    Class(
+        "SeedOssForCausalLM", ("seed_oss",), (155136, 4096, 27648, 64, 80, 8, 524288),
+        fields=(MLP_BIAS, head_size(128), OUTPUT_BIAS),
+    ),
+    Class(
+        "CwmForCausalLM", ("cwm",), (128256, 6144, 21504, 64, 48, 8, 131072), fields=(MLP_BIAS, head_size(128)),
+        eps=("rms_norm_eps", 1e-5),
+        layers=Layers(
+            "types", 8192, period=4, first_full=0,
+            rope=Rope(
+                ("rope_theta", 1e6),
+                default_scaling={
+                    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+                },
+            ),
+        ),
+    ),
+    Class(
+        "HeliumForCausalLM", ("helium",), (48000, 2560, 7040, 24, 20, 20, 4096),
+        fields=(MLP_BIAS, head_size(128), bias("qkv")), eps=("rms_norm_eps", 1e-8),
+        layers=Layers(rope=Rope(("rope_theta", 1e5))), is_interleaved=True,
     ),
 )
 # fmt: on

@@ -44,7 +44,7 @@ class Rope:
     """The fields with the rotary positions of a class."""
 
     theta: tuple[str, float] = ("rope_theta", 10_000.0)  # field and default
-    local_theta: tuple[str, float] | None = None  # of layers with a window, which have a scaling of their own
+    local_theta: tuple[str, float] | None = None  # of layers with a window, with their own scaling; "": only in tables
     fraction: tuple[str, float] | None = None  # of a head that is rotated
     default_scaling: Mapping[str, Any] | None = None
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
@@ -72,7 +72,8 @@ class Rope:
         full = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_full, max_seq_len)}
         sliding = full
         if self.local_theta is not None:
-            theta = of_sliding.number("rope_theta", fields.number(*self.local_theta))
+            name, default = self.local_theta
+            theta = of_sliding.number("rope_theta", fields.number(name, default) if name else default)
             sliding = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_sliding, max_seq_len)}
         if self.fraction is not None:
             return full, sliding, self._read_fraction(fields, of_full, *self.fraction)
@@ -87,8 +88,11 @@ class Rope:
         scaling = _written(full.rope_scaling) or (none if self.default_scaling else None)
         fields: dict[str, Any] = {self.theta[0]: full.rope_theta, "rope_scaling": scaling}
         if self.local_theta is not None:
-            fields[self.local_theta[0]] = sliding.rope_theta
-            if sliding.rope_scaling is not None:  # which needs a table for each type of layer
+            name, default = self.local_theta
+            if name:
+                fields[name] = sliding.rope_theta
+            # What else differs needs a table for each type of layer.
+            if sliding.rope_scaling is not None or (not name and sliding.rope_theta != default):
                 kinds = {"full_attention": full, "sliding_attention": sliding}
                 tables = {
                     name: {"rope_theta": kind.rope_theta} | (_written(kind.rope_scaling) or none)
