@@ -41,6 +41,7 @@ LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 6, "n_group": 3, "topk_
 LATENT |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "head_dim": 8}
 KINDS = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")]
 BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 60.0}}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 70.0, "alpha": 5.0, "factor": 1.0}
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 CASES = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
@@ -89,6 +90,17 @@ CASES = {
     "ernie4_5": ("ernie4_5", WIDE | {"use_bias": True, "num_key_value_heads": 1, "rope_parameters": YARN}),
     "seed_oss": ("seed_oss", WIDE | {"attention_out_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
     "cwm": ("cwm", WIDE | {"sliding_window": WINDOW, "num_hidden_layers": 5, "mlp_bias": True}),
+    "cohere": ("cohere", WIDE | {"logit_scale": 0.7, "attention_bias": True, "rope_parameters": YARN}),
+    "cohere2": ("cohere2", SMALL | {"sliding_window": WINDOW, "layer_types": KINDS, "attention_bias": True}),
+    "stablelm": (
+        "stablelm", SMALL | {"use_qkv_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.5}
+    ),
+    "stablelm, not parallel": ("stablelm", SMALL | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.7}}),
+    "phi": ("phi", SMALL | {"qk_layernorm": True, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.35}}),
+    "phi, tied": ("phi", WIDE | {"tie_word_embeddings": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", WIDE | {"attention_bias": True, "rope_parameters": ALPHA}),
+    "hunyuan_v1_dense, yarn": ("hunyuan_v1_dense", WIDE | {"rope_parameters": YARN}),
+    "olmo": ("olmo", SMALL | {"attention_bias": True, "rope_parameters": LINEAR, "tie_word_embeddings": True}),
     "helium": ("helium", SMALL | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", WIDE | {"num_local_experts": 5, "sliding_window": WINDOW}),
     "qwen3_moe": (
@@ -141,6 +153,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, rounding: float = 0.0) -> bo
 
 
 RARE: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2, no window": ("cohere2", SMALL | {"layer_types": ["full_attention"] * 4, "logit_scale": 2.0}),
     "olmo3, one table": ("olmo3", SMALL | {"sliding_window": WINDOW, "rope_theta": 900.0}),
     "exaone4, no layer with a window": ("exaone4", SMALL | {"layer_types": ["full_attention"] * 4}),
     "seed_oss, no biases": ("seed_oss", SMALL | {"attention_bias": False}),
@@ -171,7 +184,8 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
         ours, exact = build_model(source.model, source.family).eval(), exact_model(tmp_path / "hf")
     state = {key: weights.read(key) for key in ours.state_dict() if not key.endswith("router.load")}
     ours.load_state_dict(state, strict=False)
-    padding = (source.model.padded_vocab_size - VOCAB) * 48 * (1 if source.model.tied_embeddings else 2)
+    per_token = 48 * (1 if source.model.tied_embeddings else 2) + source.model.output_bias
+    padding = (source.model.padded_vocab_size - VOCAB) * per_token
     assert sum(p.numel() for p in ours.parameters()) - padding == theirs.num_parameters()
 
     tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))

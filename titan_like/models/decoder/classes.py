@@ -31,6 +31,7 @@ _GEMMA_FIELDS = (
     ),
     _SCALED_BY_WIDTH,
 )
+_COHERE = {"norm": "layer_no_bias", "block": "parallel_one_norm"}
 _POST = {"block": "post"}
 _POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _DENSE_CLASSES = (
@@ -187,6 +188,51 @@ _DENSE_CLASSES = (
                 },
             ),
         ),
+    ),
+    Class(
+        "CohereForCausalLM", ("cohere",), (256000, 8192, 22528, 40, 64, 0, 8192), _COHERE,
+        (renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS), fixed=(fixed("use_qk_norm", False),),
+        eps=("layer_norm_eps", 1e-5), tied=True, layers=Layers(rope=Rope(("rope_theta", 5e5))), is_interleaved=True,
+    ),
+    Class(
+        "Cohere2ForCausalLM", ("cohere2",), (256000, 8192, 22528, 40, 64, 0, 8192), _COHERE,
+        (renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS), eps=("layer_norm_eps", 1e-5), tied=True,
+        layers=Layers("types", 4096, period=4, period_field="sliding_window_pattern", rotated="windows"),
+        is_interleaved=True,
+    ),
+    Class(
+        "StableLmForCausalLM", ("stablelm",), (50304, 2560, 6912, 32, 32, 32, 4096), {"norm": "layer"},
+        (
+            head_size(None), bias("qkv", theirs="use_qkv_bias"),
+            choice("block", "use_parallel_residual", False, {False: "pre", True: "parallel_one_norm"}),
+        ),
+        fixed=(fixed("qk_layernorm", False),), eps=("layer_norm_eps", 1e-5),
+        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.25))),
+    ),
+    Class(
+        "PhiForCausalLM", ("phi",), (51200, 2048, 8192, 24, 32, 0, 2048),
+        {
+            "norm": "layer", "block": "parallel_one_norm", "gated": False, "attention_bias": "all", "mlp_bias": True,
+            "output_bias": True,
+        },
+        (HEAD_SIZE, choice("qk_norm", "qk_layernorm", False, {False: "none", True: "head"})),
+        activation=activation("hidden_act", "gelu_new"), eps=("layer_norm_eps", 1e-5),
+        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.5))),
+        names={
+            "norm": "model.final_layernorm", "attention.proj": "self_attn.dense", "mlp.up": "mlp.fc1",
+            "mlp.down": "mlp.fc2", "attention.q_norm": "self_attn.q_layernorm",
+            "attention.k_norm": "self_attn.k_layernorm",
+        },
+    ),
+    Class(
+        "HunYuanDenseV1ForCausalLM", ("hunyuan_v1_dense",), (290943, 4096, 11008, 32, 32, 0, 2048),
+        QK_HEAD | {"norm_after_rope": True}, (HEAD_SIZE, BIAS), eps=("rms_norm_eps", 1e-5),
+        layers=Layers(rope=Rope(has_alpha=True)),
+        names={"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"},
+    ),
+    Class(
+        "OlmoForCausalLM", ("olmo",), (50304, 4096, 11008, 32, 32, 0, 2048), {"norm": "layer_no_weight"},
+        (HEAD_SIZE, BIAS), fixed=(fixed("clip_qkv", None, is_written=False),), eps=None,
     ),
     Class(
         "HeliumForCausalLM", ("helium",), (48000, 2560, 7040, 24, 20, 20, 4096),

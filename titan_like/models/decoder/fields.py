@@ -160,7 +160,7 @@ class Layers:
         layers, window = self._read_pattern(fields, count)
         if self.rotated == "windows" or (self.rotated == "windows if any" and window is not None):
             layers = [_UNROTATED if name == FULL else name for name in layers]
-        full, sliding, fraction = self.rope.read(fields, shape["max_seq_len"])
+        full, sliding, fraction = self.rope.read(fields, shape)
         model = full | {"rotary_fraction": fraction}
         if set(layers) == {FULL}:
             return model

@@ -26,11 +26,12 @@ _MEANINGLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map
     aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
-    classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
-    is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions output_hidden_states
-    output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config return_dict
-    sep_token_id seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype
-    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eod_token_id eos_token_id ep_size
+    id2label is_decoder is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions
+    output_hidden_states output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads
+    quantization_config return_dict sep_token_id seq_aux suppress_tokens task_specific_params tie_encoder_decoder
+    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
+    use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
 # What transformers reads in every class, where the class's row has no such field.

@@ -47,10 +47,12 @@ class Rope:
     local_theta: tuple[str, float] | None = None  # of layers with a window, with their own scaling; "": only in tables
     fraction: tuple[str, float] | None = None  # of a head that is rotated
     default_scaling: Mapping[str, Any] | None = None
+    has_alpha: bool = False  # dynamic scaling with a fixed factor alpha of the base
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
 
-    def read(self, fields: Fields, max_seq_len: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+    def read(self, fields: Fields, shape: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
         """rope_theta and rope_scaling of layers without and with a window, and the fraction of a head that rotates."""
+        max_seq_len = shape["max_seq_len"]
         # As in transformers, an empty rope_scaling is none, and another stands before rope_parameters. Without either
         # there is the class's default, and an empty rope_parameters is no scaling.
         name = _TABLES[0] if fields.get(_TABLES[0]) else _TABLES[1]
@@ -69,6 +71,10 @@ class Rope:
         theta = of_full.number("rope_theta", fields.number(*self.theta))
         if self.theta[0] != "rope_theta" and fields.number("rope_theta", theta) != theta:
             fields.refuse("rope_theta", f"but its other name {self.theta[0]} is {theta:g}; leave one of them out")
+        if self.has_alpha and "dynamic" in (of_full.get("rope_type"), of_full.get("type")):
+            size = shape["head_size"]  # NTK-aware: the longest wave becomes alpha times as long
+            theta *= of_full.positive("alpha") ** (size / (size - 2))
+            return {"rope_theta": theta, "rope_scaling": None}, {}, 1.0
         full = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_full, max_seq_len)}
         sliding = full
         if self.local_theta is not None:

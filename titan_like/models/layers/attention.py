@@ -218,18 +218,19 @@ class SelfAttention(nn.Module):
         bias: bool,
         proj_bias: bool | None = None,
         qk_norm: Literal["none", "head", "all"] = "none",
+        norm_after_rope: bool = False,
         norm: Callable[[int, float], Norm] = nn.RMSNorm,
     ) -> None:
         """``shape`` has the sizes of the projections, and the epsilon of norms.
 
         ``bias``: of the projections; ``proj_bias``: of the output projection, if it differs. ``qk_norm``
-        normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a token's together,
-        as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and epsilon.
+        normalises queries and keys before the rotation, or after it: each head by itself, as in Qwen3, or all of a
+        token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and epsilon.
         """
         super().__init__()
         heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
         self.head_dim = shape.head_dim
-        self.is_norm_of_heads = qk_norm == "head"
+        self.is_norm_of_heads, self.norm_after_rope = qk_norm == "head", norm_after_rope
         self.q_norm = self.k_norm = None
         if qk_norm != "none":
             q_heads, k_heads = (1, 1) if self.is_norm_of_heads else (heads, kv_heads)  # that are normalised together
@@ -248,16 +249,23 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
         # One split instead of three slices, because its backward pass writes the gradient only once.
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.is_norm_of_heads:
-                q, k = self.q_norm(q), self.k_norm(k)
-            else:
-                q, k = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        if not self.norm_after_rope:
+            q, k = self.normalise(q, k)
         if context.rope is not None:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        if self.norm_after_rope:
+            q, k = self.normalise(q, k)
         masks = context.document_mask, context.bias
         attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
+
+    def normalise(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, [batch, seq, heads, head_dim] each, after their norms, if there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if self.is_norm_of_heads:
+            return self.q_norm(q), self.k_norm(k)
+        return self.q_norm(q.flatten(2)).view(q.shape), self.k_norm(k.flatten(2)).view(k.shape)
 
 
 ATTENTION_PLAN = {
