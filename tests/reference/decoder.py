@@ -200,6 +200,9 @@ class _Decoder:
             elif fields["qk_norm"] == "all":
                 q = self.norm(f"{name}.q_norm", torch.cat(q, -1)).split(width, -1)
                 k = self.norm(f"{name}.k_norm", torch.cat(k, -1)).split(width, -1)
+        if fields["query_temperature"]:
+            times = 1 + (self.sample.positions // fields["query_temperature_period"]).to(x.dtype)
+            q = [(1 + fields["query_temperature"] * times.log())[..., None] * head for head in q]
         scale = fields["attention_scale"] or width**-0.5
         heads = [
             self.attend(name, i, kind["window"], scale, (q[i], k[i // per_group], v[i // per_group]))

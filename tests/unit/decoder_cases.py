@@ -49,6 +49,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "qk_norm": [{"qk_norm": value} for value in ("none", "head", "all")],
     "norm_after_rope": [{}, {"norm_after_rope": True}],
     "attention_scale": [{}, {"attention_scale": 0.3}],
+    "query_temperature": [{}, {"query_temperature": 0.7, "query_temperature_period": 3}],
     "attention_softcap": [{}, {"attention_softcap": 0.8}],
     "attention_sinks": [{}, {"attention_sinks": True}],
     "norm": [

@@ -30,6 +30,7 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SMALL_SHAPE = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": VOCAB, "max_seq_len": 64}
 WIDE = SMALL | {"head_dim": 20}  # heads that are together wider than the hidden states
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+TEMPERATURE = {"llama_4_scaling_beta": 0.6, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.0}
@@ -48,6 +49,10 @@ CASES = {
     "mistral": ("mistral", WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "mistral, no window": ("mistral", SMALL | {"sliding_window": None, "rope_parameters": YARN}),
     "ministral": ("ministral", WIDE | {"sliding_window": WINDOW}),
+    "ministral3": ("ministral3", WIDE | {"sliding_window": WINDOW, "rope_parameters": YARN | TEMPERATURE}),
+    "ministral3, no scaling": (
+        "ministral3", SMALL | {"rope_parameters": TEMPERATURE | {"original_max_position_embeddings": 7}}
+    ),
     "qwen2": ("qwen2", SMALL | {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
     "qwen2, windows": ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("qwen3", WIDE | {"attention_bias": True}),
@@ -154,6 +159,10 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, rounding: float = 0.0) -> bo
 
 RARE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2, no window": ("cohere2", SMALL | {"layer_types": ["full_attention"] * 4, "logit_scale": 2.0}),
+    "ministral3, no temperature": (
+        "ministral3",
+        SMALL | {"rope_parameters": YARN | TEMPERATURE | {"llama_4_scaling_beta": 0.0}},
+    ),
     "olmo3, one table": ("olmo3", SMALL | {"sliding_window": WINDOW, "rope_theta": 900.0}),
     "exaone4, no layer with a window": ("exaone4", SMALL | {"layer_types": ["full_attention"] * 4}),
     "seed_oss, no biases": ("seed_oss", SMALL | {"attention_bias": False}),

@@ -45,6 +45,21 @@ _DENSE_CLASSES = (
         layers=Layers("types", 4096),
     ),
     Class(
+        "Ministral3ForCausalLM", ("ministral3",), (131072, 4096, 14336, 34, 32, 8, 262144), fields=(head_size(128),),
+        eps=("rms_norm_eps", 1e-5),
+        layers=Layers(
+            "all",
+            rope=Rope(
+                has_temperature=True,
+                default_scaling={
+                    "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            ),
+        ),
+    ),
+    Class(
         "Qwen2ForCausalLM", ("qwen2",), (151936, 4096, 22016, 32, 32, 32, 32768), {"attention_bias": "qkv"},
         (HEAD_SIZE,),
         ignored=frozenset({"attention_bias"}), layers=Layers("switched", 4096),

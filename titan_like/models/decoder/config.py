@@ -54,6 +54,10 @@ class DecoderConfig(WithHeadSize, WithExperts):
         "none", description="norm of queries and keys: of each head (Qwen3) or of all heads together (OLMo 2)"
     )
     attention_scale: float = Field(0.0, ge=0, le=1e6, description="factor on the scores; 0: 1 / √head_size")
+    query_temperature: float = Field(
+        0.0, ge=0, le=1e6, description="queries are multiplied by 1 + this · log(1 + ⌊position / period⌋) (Ministral 3)"
+    )
+    query_temperature_period: int = Field(0, ge=0, le=2**27, description="the period; 0 without query_temperature")
     attention_softcap: float = Field(0.0, ge=0, le=1e6, description="scores become cap · tanh(score / cap); 0: none")
     attention_sinks: bool = Field(False, description="a learned logit for each head, as one more key in the softmax")
     norm_after_rope: bool = Field(False, description="qk_norm comes after the rotation, not before it (Hunyuan)")
@@ -118,6 +122,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
             yield 'qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"'
         if self.norm_after_rope and self.qk_norm == "none":
             yield 'norm_after_rope needs a norm of queries and keys; set qk_norm to "head" or "all"'
+        if (self.query_temperature > 0) != (self.query_temperature_period > 0):
+            yield "query_temperature and query_temperature_period go together; set both, or leave both at 0"
         if self.norm_offset and self.norm == "layer_no_weight":
             yield "norm_offset is added to a weight, which norm layer_no_weight lacks; leave it out"
         if lengths - {pairs}:
@@ -136,6 +142,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if sizes["value"] > self.head_size:
             yield f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less"
         fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
+        fixed |= {"query_temperature": 0.0}
         for name in (name for name, value in fixed.items() if getattr(self, name) != value):
             yield f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}"
         if self.attention_bias == "qkv":

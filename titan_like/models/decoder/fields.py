@@ -160,8 +160,8 @@ class Layers:
         layers, window = self._read_pattern(fields, count)
         if self.rotated == "windows" or (self.rotated == "windows if any" and window is not None):
             layers = [_UNROTATED if name == FULL else name for name in layers]
-        full, sliding, fraction = self.rope.read(fields, shape)
-        model = full | {"rotary_fraction": fraction}
+        full, sliding, of_model = self.rope.read(fields, shape)
+        model = full | of_model
         if set(layers) == {FULL}:
             return model
         unrotated = {"rope_theta": 0.0, "rope_scaling": None}
@@ -190,7 +190,7 @@ class Layers:
         rotated = [kind for kind in layers if kind.rope_theta] or [LayerKind(rope_theta=config.rope_theta)]
         full = next((kind for kind in rotated if not kind.window), rotated[0])
         sliding = next((kind for kind in rotated if kind.window), rotated[0])
-        return fields | self.rope.write(config.rotary_fraction, full, sliding)
+        return fields | self.rope.write(config, full, sliding)
 
     def _read_pattern(self, fields: Fields, count: int) -> tuple[list[str], int | None]:
         layers, window = [FULL] * count, None

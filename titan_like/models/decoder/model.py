@@ -14,7 +14,7 @@ from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.norms import make_norm
-from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies, rope_magnitude
+from titan_like.models.layers.positions import query_temperature, rope_cos_sin, rope_frequencies, rope_magnitude
 from titan_like.models.transformer import Labels, Transformer, VocabularyBias
 
 
@@ -144,7 +144,14 @@ class Decoder(Transformer):
     def contexts(self, batch: Batch) -> Mapping[str, Context]:
         """As in the base class, with the rotary tables of each layer's kind."""
         tables, contexts = self.rotary_tables(batch), super().contexts(batch)
-        return {name: contexts[name]._replace(rope=tables[self.kinds_of_layers[name]]) for name in self.layers}
+        tables_of = {name: tables[self.kinds_of_layers[name]] for name in self.layers}
+        scale = self.query_scale(batch)
+        return {name: contexts[name]._replace(rope=tables_of[name], query_scale=scale) for name in self.layers}
+
+    def query_scale(self, batch: Batch) -> torch.Tensor | None:
+        """What the queries of each position are multiplied by, [*positions.shape]; None: nothing."""
+        factor, period = self.config.query_temperature, self.config.query_temperature_period
+        return query_temperature(cast(torch.Tensor, batch.positions), factor, period) if factor else None
 
     def rotary_tables(self, batch: Batch) -> dict[str, Rope | None]:
         """(cos, sin) of each kind of layer, each [*positions.shape, rotated / 2]; None for a kind without rotation.

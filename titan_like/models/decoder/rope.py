@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.models.config import RopeScaling
-from titan_like.models.decoder.config import LayerKind
+from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.fields import Field, converted, nullable, read_fields, renamed, write_fields
 from titan_like.models.hugging_face import Fields
 
 _ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
+_TEMPERATURE = "llama_4_scaling_beta"
 _TABLES = ("rope_scaling", "rope_parameters")
 
 
@@ -47,11 +48,12 @@ class Rope:
     local_theta: tuple[str, float] | None = None  # of layers with a window, with their own scaling; "": only in tables
     fraction: tuple[str, float] | None = None  # of a head that is rotated
     default_scaling: Mapping[str, Any] | None = None
+    has_temperature: bool = False  # the table has the factor of query_temperature; its period is the original length
     has_alpha: bool = False  # dynamic scaling with a fixed factor alpha of the base
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
 
-    def read(self, fields: Fields, shape: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
-        """rope_theta and rope_scaling of layers without and with a window, and the fraction of a head that rotates."""
+    def read(self, fields: Fields, shape: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """rope_theta and rope_scaling of layers without and with a window, and further fields of the model."""
         max_seq_len = shape["max_seq_len"]
         # As in transformers, an empty rope_scaling is none, and another stands before rope_parameters. Without either
         # there is the class's default, and an empty rope_parameters is no scaling.
@@ -74,7 +76,7 @@ class Rope:
         if self.has_alpha and "dynamic" in (of_full.get("rope_type"), of_full.get("type")):
             size = shape["head_size"]  # NTK-aware: the longest wave becomes alpha times as long
             theta *= of_full.positive("alpha") ** (size / (size - 2))
-            return {"rope_theta": theta, "rope_scaling": None}, {}, 1.0
+            return {"rope_theta": theta, "rope_scaling": None}, {}, {}
         full = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_full, max_seq_len)}
         sliding = full
         if self.local_theta is not None:
@@ -82,13 +84,13 @@ class Rope:
             theta = of_sliding.number("rope_theta", fields.number(name, default) if name else default)
             sliding = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_sliding, max_seq_len)}
         if self.fraction is not None:
-            return full, sliding, self._read_fraction(fields, of_full, *self.fraction)
+            return full, sliding, {"rotary_fraction": self._read_fraction(fields, of_full, *self.fraction)}
         if full["rope_scaling"] or sliding["rope_scaling"]:  # else transformers does not read it
             of_full.must_be(_FRACTION, None, 1.0, 1)
             fields.must_be(_FRACTION, None, 1.0, 1)
-        return full, sliding, 1.0
+        return full, sliding, self._read_temperature(of_full) if self.has_temperature else {}
 
-    def write(self, fraction: float, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
+    def write(self, config: DecoderConfig, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
         """The fields of config.json, given the kinds of layers without and with a window."""
         none = {"rope_type": "default"}
         scaling = _written(full.rope_scaling) or (none if self.default_scaling else None)
@@ -106,10 +108,20 @@ class Rope:
                 }
                 fields |= {"rope_scaling": None, "rope_parameters": tables}
         if self.fraction is not None:
-            fields[self.fraction[0]] = fraction
+            fields[self.fraction[0]] = config.rotary_fraction
+        if self.has_temperature:  # which the class's code needs in any case
+            table = fields["rope_scaling"] or none
+            period = config.query_temperature_period or table.get(_ORIGINAL, config.max_seq_len)
+            fields["rope_scaling"] = table | {_TEMPERATURE: config.query_temperature, _ORIGINAL: period}
         if self.is_longrope and full.rope_scaling is not None:
             fields[_ORIGINAL] = full.rope_scaling.original_max_seq_len
         return fields
+
+    def _read_temperature(self, table: Fields) -> dict[str, Any]:
+        table.get("max_position_embeddings")  # which nothing reads
+        if factor := table.number(_TEMPERATURE):
+            return {"query_temperature": factor, "query_temperature_period": table.integer(_ORIGINAL)}
+        return {}
 
     def _read_fraction(self, fields: Fields, table: Fields, name: str, default: float) -> float:
         named = fields.positive(name, default)

@@ -243,7 +243,7 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(heads * self.head_dim, shape.hidden_size, bias=proj_bias)
 
     def forward(self, x: torch.Tensor, context: Context = _PLAIN) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope``, ``document_mask`` and ``bias``."""
+        """[batch, seq, hidden] → [batch, seq, hidden]. It reads all but ``positions`` and what MLPs read."""
         batch, seq, _ = x.shape
         group = self.queries_per_kv_head
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
@@ -255,6 +255,8 @@ class SelfAttention(nn.Module):
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         if self.norm_after_rope:
             q, k = self.normalise(q, k)
+        if context.query_scale is not None:
+            q = q * context.query_scale[..., None, None].type_as(q)
         masks = context.document_mask, context.bias
         attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         return self.proj(attended.transpose(1, 2).flatten(2, 3))
