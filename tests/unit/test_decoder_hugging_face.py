@@ -68,8 +68,16 @@ CASES = {
         | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 7.0}
         | {"tie_word_embeddings": True},
     ),
+    "hyperclovax": (
+        "hyperclovax",
+        SMALL
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 0.7},
+    ),
     "gemma": ("gemma", WIDE | {"num_key_value_heads": 1, "hidden_act": "gelu", "rope_parameters": LINEAR}),
     "gemma2": ("gemma2", WIDE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0}),
+    "vaultgemma": (
+        "vaultgemma", WIDE | {"sliding_window": WINDOW, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 10}
+    ),
     "gemma3_text": (
         "gemma3_text",
         WIDE
@@ -132,7 +140,13 @@ def random_folder(model_type: str, fields: dict, folder: Path):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name or tensor.ndim == 0 or "embed_scale" in name:
                 continue
-            is_offset = "norm" in name and model_type not in ("gemma", "gemma2", "gemma3_text", "nemotron")
+            is_offset = "norm" in name and model_type not in (
+                "gemma",
+                "gemma2",
+                "gemma3_text",
+                "nemotron",
+                "vaultgemma",
+            )
             one = 1.0 if is_offset and name.endswith("weight") else 0.0
             tensor.copy_(one + 0.1 * torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder)
@@ -163,6 +177,7 @@ RARE: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral3",
         SMALL | {"rope_parameters": YARN | TEMPERATURE | {"llama_4_scaling_beta": 0.0}},
     ),
+    "hyperclovax, no post norms": ("hyperclovax", WIDE | {"use_post_norm": False}),
     "olmo3, one table": ("olmo3", SMALL | {"sliding_window": WINDOW, "rope_theta": 900.0}),
     "exaone4, no layer with a window": ("exaone4", SMALL | {"layer_types": ["full_attention"] * 4}),
     "seed_oss, no biases": ("seed_oss", SMALL | {"attention_bias": False}),

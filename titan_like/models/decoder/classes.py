@@ -31,6 +31,11 @@ _GEMMA_FIELDS = (
     ),
     _SCALED_BY_WIDTH,
 )
+_GEMMA2_FIELDS = (
+    nullable("attention_softcap", "attn_logit_softcapping", 50.0),
+    nullable("final_softcap", "final_logit_softcapping", 30.0),
+    *_GEMMA_FIELDS,
+)
 _COHERE = {"norm": "layer_no_bias", "block": "parallel_one_norm"}
 _POST = {"block": "post"}
 _POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
@@ -104,19 +109,36 @@ _DENSE_CLASSES = (
         ),
     ),
     Class(
+        "HyperCLOVAXForCausalLM", ("hyperclovax",), (32000, 4096, 11008, 32, 32, 0, 2048),
+        fields=(
+            MLP_BIAS,
+            renamed("embedding_scale", "embedding_multiplier", 1.0),
+            renamed("residual_scale", "residual_multiplier", 1.0),
+            renamed("logit_scale", "logits_scaling", 1.0),
+            choice("block", "use_post_norm", True, {False: "pre", True: "sandwich"}),
+            HEAD_SIZE, BIAS,
+            Field(
+                lambda fields, shape: {
+                    "attention_scale": fields.positive("attention_multiplier", shape["head_size"] ** -0.5)
+                },
+                lambda config: {"attention_multiplier": config.score_scale},
+            ),
+        ),
+        names={"attention_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"},
+    ),
+    Class(
         "GemmaForCausalLM", ("gemma",), (256000, 3072, 24576, 28, 16, 16, 8192), {"norm_offset": True},
         (head_size(256), BIAS, _SCALED_BY_WIDTH), fixed=_GEMMA["fixed"], tied=True,
         activation=activation("hidden_act", "gelu_pytorch_tanh", gelu="gelu_tanh"),
         ignored=frozenset({"hidden_activation"}),
     ),
     Class(
-        "Gemma2ForCausalLM", ("gemma2",), (256000, 2304, 9216, 26, 8, 4, 8192), _GEMMA_ALWAYS,
-        (
-            nullable("attention_softcap", "attn_logit_softcapping", 50.0),
-            nullable("final_softcap", "final_logit_softcapping", 30.0),
-            *_GEMMA_FIELDS,
-        ),
+        "Gemma2ForCausalLM", ("gemma2",), (256000, 2304, 9216, 26, 8, 4, 8192), _GEMMA_ALWAYS, _GEMMA2_FIELDS,
         layers=Layers("types", 4096, period=2), **_GEMMA,
+    ),
+    Class(
+        "VaultGemmaForCausalLM", ("vaultgemma",), (256000, 2304, 9216, 26, 8, 4, 8192), {"norm_offset": True},
+        _GEMMA2_FIELDS, layers=Layers("types", 4096, period=2), **_GEMMA,
     ),
     Class(
         "Gemma3ForCausalLM", ("gemma3_text", "gemma3"), (262208, 2304, 9216, 26, 8, 4, 131072),
