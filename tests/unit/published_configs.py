@@ -145,6 +145,12 @@ READ: dict[str, tuple[Table, str]] = {
          "boi_token_index": 255999, "image_token_index": 262144, "mm_tokens_per_image": 256, "eos_token_id": [1, 106],
          "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}}, "",
     ),
+    "Mistral Small 3.1 24B": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
+         "text_config": sizes(5120, 32768, 40, 32, 8, 131072, 131072, model_type="mistral", head_dim=128,
+                              rope_theta=1e9, sliding_window=None), "vision_feature_layer": -1,
+         "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}}, "",
+    ),
     "Phi-4 mini": (
         of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 24, 8, 200064, 131072), partial_rotary_factor=0.75,
            rope_scaling=LONG, original_max_position_embeddings=4096, full_attn_mod=1, interpolate_factor=1,

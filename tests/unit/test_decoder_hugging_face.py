@@ -158,10 +158,10 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @in_float64()
-def exact_model(folder: Path) -> Any:
+def exact_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
     """The model of transformers of a folder, in float64."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    loaded, info = kind.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     return loaded.eval()
 

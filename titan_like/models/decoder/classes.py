@@ -13,6 +13,10 @@ from titan_like.models.fields import Field, choice, fixed, nullable, reciprocal,
 
 _GATE_UP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 # fmt: off
+_IN_LANGUAGE_MODEL = {
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+}
+_MISTRAL3: dict[str, Any] = {"outer": "Mistral3ForConditionalGeneration", "renamed": _IN_LANGUAGE_MODEL}
 _GEMMA: dict[str, Any] = {
     "activation": activation("hidden_activation", "gelu_pytorch_tanh"), "tied": True,
     "fixed": (fixed("use_bidirectional_attention", False, None, is_written=False),),
@@ -42,16 +46,16 @@ _POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_f
 _DENSE_CLASSES = (
     Class("LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048)),
     Class(
-        "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), fields=(HEAD_SIZE,),
-        layers=Layers("all", 4096),
+        "MistralForCausalLM", ("mistral", "mistral3"), (32000, 4096, 14336, 32, 32, 8, 131072), fields=(HEAD_SIZE,),
+        layers=Layers("all", 4096), **_MISTRAL3,
     ),
     Class(
         "MinistralForCausalLM", ("ministral",), (32000, 4096, 14336, 32, 32, 8, 131072), fields=(HEAD_SIZE,),
         layers=Layers("types", 4096),
     ),
     Class(
-        "Ministral3ForCausalLM", ("ministral3",), (131072, 4096, 14336, 34, 32, 8, 262144), fields=(head_size(128),),
-        eps=("rms_norm_eps", 1e-5),
+        "Ministral3ForCausalLM", ("ministral3", "mistral3"), (131072, 4096, 14336, 34, 32, 8, 262144),
+        fields=(head_size(128),), eps=("rms_norm_eps", 1e-5), **_MISTRAL3,
         layers=Layers(
             "all",
             rope=Rope(
@@ -147,11 +151,7 @@ _DENSE_CLASSES = (
             "types", 4096, period=6, period_field="sliding_window_pattern",
             rope=Rope(("rope_theta", 1e6), local_theta=("rope_local_base_freq", 10_000.0)),
         ),
-        outer="Gemma3ForConditionalGeneration", **_GEMMA,
-        renamed={
-            "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "model.",
-        },
+        outer="Gemma3ForConditionalGeneration", **_GEMMA, renamed=_IN_LANGUAGE_MODEL,
     ),
     Class(
         "Phi3ForCausalLM", ("phi3",), (32064, 3072, 8192, 32, 32, 0, 4096), fields=(HEAD_SIZE,),

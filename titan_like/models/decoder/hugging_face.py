@@ -45,8 +45,10 @@ _NOT_COMPARED |= {"round_embedding_scale"}
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
-    row = next(row for row in CLASSES if fields.get("model_type") in row.model_types)
+    rows = [row for row in CLASSES if fields.get("model_type") in row.model_types]
+    row = rows[0]
     if (text := fields.table("text_config")) is not None:
+        row = next((one for one in rows if one.model_types[0] == text.get("model_type")), row)
         text.must_be("quantization_config", None)
         tied, notes = fields.get("tie_word_embeddings"), fields.notes  # of the outer model
         values = text.values | ({} if tied is None else {"tie_word_embeddings": tied})
