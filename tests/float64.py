@@ -33,14 +33,16 @@ class _Float64(TorchFunctionMode):
 @contextmanager
 def in_float64() -> Iterator[None]:
     """Create and compute everything in float64, also where ours or transformers' code says float32."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with _Float64():
             yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
 
 
 def exact_rope() -> Any:
     """Let our models have rotary tables in float64, in a context or a function. All else follows `training.dtype`."""
-    return patch.object(Decoder, "rotary_tables", in_float64()(Decoder.rotary_tables))
+    tables = {name: in_float64()(getattr(Decoder, name)) for name in ("rotary_tables", "query_scale")}
+    return patch.multiple(Decoder, **tables)

@@ -134,14 +134,17 @@ class _Decoder:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         table = self.weights["embedding.weight" if self.fields["tied_embeddings"] else "output.weight"]
         logits = self.fields["logit_scale"] * (x @ table[: self.fields["vocab_size"]].t())
+        if self.fields["output_bias"]:
+            logits = logits + self.weights["output_bias.bias"][: self.fields["vocab_size"]]
         cap = self.fields["final_softcap"]
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def norm(self, name: str, x: torch.Tensor, eps: float | None = None, kind: str = "") -> torch.Tensor:
         """RMSNorm (arXiv 1910.07467) or LayerNorm (1607.06450)."""
-        weight, kind = self.weights[f"{name}.weight"], kind or self.fields["norm"]
+        kind = kind or self.fields["norm"]
+        weight = 1.0 if kind == "layer_no_weight" else self.weights[f"{name}.weight"]
         weight = 1 + weight if self.fields["norm_offset"] and eps is None else weight
-        centered = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+        centered = x if kind == "rms" else x - x.mean(-1, keepdim=True)
         size = (centered**2).mean(-1, keepdim=True) + (self.fields["norm_eps"] if eps is None else eps)
         normed = centered / size.sqrt() * weight
         return normed + self.weights[f"{name}.bias"] if kind == "layer" else normed
@@ -187,6 +190,9 @@ class _Decoder:
             case "parallel":
                 attended = attention(self.norm(f"{name}.attention_norm", x))
                 return x + scale * attended + scale * mlp(self.norm(f"{name}.mlp_norm", x))
+            case "parallel_one_norm":  # arXiv 2204.02311, section 2
+                normed = self.norm(f"{name}.attention_norm", x)
+                return x + scale * (attention(normed) + mlp(normed))
         raise AssertionError(self.fields["block"])
 
     def delta_net(self, name: str, options: Mapping[str, int], x: torch.Tensor) -> torch.Tensor:
@@ -203,13 +209,18 @@ class _Decoder:
         q = [rows[group * size + each * i] for group in range(groups) for i in range(per_group)]
         k = [rows[group * size + size - 2] for group in range(groups)]
         v = [rows[group * size + size - 1] for group in range(groups)]
-        if fields["qk_norm"] == "head":
-            q, k = [self.norm(f"{name}.q_norm", head) for head in q], [self.norm(f"{name}.k_norm", head) for head in k]
-        elif fields["qk_norm"] == "all":
-            q = self.norm(f"{name}.q_norm", torch.cat(q, -1)).split(width, -1)
-            k = self.norm(f"{name}.k_norm", torch.cat(k, -1)).split(width, -1)
-        rotated = int(width * fields["rotary_fraction"])
-        q, k = ([self.rotate(head, kind, rotated) for head in heads] for heads in (q, k))
+        rotated, is_last = int(width * fields["rotary_fraction"]), fields["norm_after_rope"]
+        for step in ("rotate", "norm") if is_last else ("norm", "rotate"):
+            if step == "rotate":
+                q, k = ([self.rotate(head, kind, rotated) for head in heads] for heads in (q, k))
+            elif fields["qk_norm"] == "head":
+                q, k = ([self.norm(f"{name}.{x}_norm", head) for head in heads] for x, heads in (("q", q), ("k", k)))
+            elif fields["qk_norm"] == "all":
+                q = self.norm(f"{name}.q_norm", torch.cat(q, -1)).split(width, -1)
+                k = self.norm(f"{name}.k_norm", torch.cat(k, -1)).split(width, -1)
+        if fields["query_temperature"]:
+            times = 1 + (self.sample.positions // fields["query_temperature_period"]).to(x.dtype)
+            q = [(1 + fields["query_temperature"] * times.log())[..., None] * head for head in q]
         scale = fields["attention_scale"] or width**-0.5
         heads = [
             self.attend(name, i, kind["window"], scale, (q[i], k[i // per_group], v[i // per_group]))

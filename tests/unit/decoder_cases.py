@@ -48,7 +48,9 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     ],
     "attention_bias": [{"attention_bias": value} for value in ("none", "qkv", "all")],
     "qk_norm": [{"qk_norm": value} for value in ("none", "head", "all")],
+    "norm_after_rope": [{}, {"norm_after_rope": True}],
     "attention_scale": [{}, {"attention_scale": 0.3}],
+    "query_temperature": [{}, {"query_temperature": 0.7, "query_temperature_period": 3}],
     "attention_softcap": [{}, {"attention_softcap": 0.8}],
     "attention_sinks": [{}, {"attention_sinks": True}],
     "norm": [
@@ -56,8 +58,10 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"norm_offset": True, "norm_eps": 0.02},
         {"norm": "layer", "norm_eps": 0.05},
         {"norm": "layer", "norm_offset": True, "norm_eps": 0.1},
+        {"norm": "layer_no_bias", "norm_eps": 0.03},
+        {"norm": "layer_no_weight", "norm_eps": 0.04},
     ],
-    "block": [{"block": value} for value in ("pre", "post", "sandwich", "parallel")],
+    "block": [{"block": value} for value in ("pre", "post", "sandwich", "parallel", "parallel_one_norm")],
     "activation": [{"activation": value} for value in ("silu", "gelu", "gelu_tanh", "clamped_swiglu")]
     + [{"activation": "relu2", "gated": False}],
     "mlp_bias": [{}, {"mlp_bias": True}],
@@ -85,6 +89,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     ],
     "residual_scale": [{}, {"residual_scale": 0.7}],
     "logit_scale": [{}, {"logit_scale": 0.6}],
+    "output_bias": [{}, {"output_bias": True}],
     "final_softcap": [{}, {"final_softcap": 1.2}],
     "mtp_layers": [{}, {"mtp_layers": 1}, {"mtp_layers": 1, "mtp_coefficient": 1.7}],
 }

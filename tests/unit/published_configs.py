@@ -89,6 +89,13 @@ QWEN_MOE: Table = {"moe_intermediate_size": 1408, "shared_expert_intermediate_si
 QWEN_MOE |= {"num_experts_per_tok": 4, "norm_topk_prob": False, "decoder_sparse_step": 1, "rope_theta": 1e6}
 QWEN_MOE |= {"output_router_logits": False, "router_aux_loss_coef": 0.001, "use_sliding_window": False}
 QWEN_MOE |= {"sliding_window": 32768, "max_window_layers": 21, "qkv_bias": True, "rms_norm_eps": 1e-6}
+YARN8 = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
+YARN8 |= {"beta_slow": 1.0, "attention_factor": 1.2079441541679836}
+ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+SLIDING = ["sliding_attention"] * 3 + ["full_attention"]
+LAYER_NORM = {"rms_norm_eps": None, "layer_norm_eps": 1e-5}
+R7B = {"head_dim": 128, "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"}
+R7B |= {"use_parallel_block": True, "sliding_window_pattern": 4, "layer_switch": 4, "cache_implementation": "hybrid"}
 
 # (config.json, the names of the fields whose values the line about ignored fields has)
 READ: dict[str, tuple[Table, str]] = {
@@ -141,6 +148,12 @@ READ: dict[str, tuple[Table, str]] = {
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": GEMMA4B,
          "boi_token_index": 255999, "image_token_index": 262144, "mm_tokens_per_image": 256, "eos_token_id": [1, 106],
          "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}}, "",
+    ),
+    "Mistral Small 3.1 24B": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
+         "text_config": sizes(5120, 32768, 40, 32, 8, 131072, 131072, model_type="mistral", head_dim=128,
+                              rope_theta=1e9, sliding_window=None), "vision_feature_layer": -1,
+         "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}}, "",
     ),
     "Phi-4 mini": (
         of("phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 24, 8, 200064, 131072), partial_rotary_factor=0.75,
@@ -261,6 +274,63 @@ READ: dict[str, tuple[Table, str]] = {
         "custom_pipelines",
     ),
     "GPT-2": (of("gpt2", "GPT2LMHeadModel", GPT2), ""),
+    "OLMo 3 7B": (
+        of("olmo3", "Olmo3ForCausalLM", sizes(4096, 11008, 32, 32, 32, 100278, 65536), rope_theta=500000,
+           rope_scaling=YARN8, sliding_window=4096, layer_types=SLIDING * 8, attention_bias=False), "",
+    ),
+    "OLMo 7B": (
+        of("olmo", "OlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 50304, 2048) | {"rms_norm_eps": None},
+           clip_qkv=None, rope_scaling=None), "",
+    ),
+    "EXAONE 4.0 32B": (
+        of("exaone4", "Exaone4ForCausalLM", sizes(5120, 27392, 64, 40, 8, 102400, 131072), head_dim=128,
+           sliding_window=4096, sliding_window_pattern="LLLG", layer_types=SLIDING * 16, rope_theta=1000000,
+           rope_scaling=LLAMA3 | {"factor": 16.0}), "",
+    ),
+    "EXAONE 4.0 1.2B": (
+        of("exaone4", "Exaone4ForCausalLM", sizes(2048, 4096, 30, 32, 8, 102400, 65536), head_dim=64,
+           sliding_window=None, sliding_window_pattern=None, layer_types=["full_attention"] * 30, rope_theta=1000000,
+           rope_scaling=LLAMA3 | {"factor": 16.0}, tie_word_embeddings=True), "",
+    ),
+    "Command R 08-2024": (
+        of("cohere", "CohereForCausalLM", sizes(8192, 24576, 40, 64, 8, 256000, 131072) | LAYER_NORM,
+           logit_scale=0.0625, use_qk_norm=False, rope_theta=4e6), "",
+    ),
+    "Command R7B": (
+        of("cohere2", "Cohere2ForCausalLM", sizes(4096, 14336, 32, 32, 8, 256000, 132096) | LAYER_NORM | R7B,
+           logit_scale=0.25, sliding_window=4096, rope_theta=50000),
+        "order_of_interleaved_layers position_embedding_type use_parallel_block layer_switch",
+    ),
+    "Hunyuan 7B": (
+        of("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", sizes(4096, 14336, 32, 32, 8, 128167, 32768), head_dim=128,
+           rope_theta=10000.0, rope_scaling=ALPHA, use_qk_norm=True, eod_token_id=127957, tie_word_embeddings=True),
+        "use_qk_norm rope_scaling.beta_fast rope_scaling.mscale",
+    ),
+    "Phi-2": (
+        of("phi", "PhiForCausalLM", sizes(2560, 10240, 32, 32, 32, 51200, 2048) | LAYER_NORM, hidden_act="gelu_new",
+           partial_rotary_factor=0.4, qk_layernorm=False, resid_pdrop=0.1, embd_pdrop=0.0), "resid_pdrop",
+    ),
+    "StableLM 2 1.6B": (
+        of("stablelm", "StableLmForCausalLM", sizes(2048, 5632, 24, 32, 32, 100352, 4096) | LAYER_NORM,
+           partial_rotary_factor=0.25, use_qkv_bias=True, rope_theta=10000, use_parallel_residual=False), "",
+    ),
+    "Seed-OSS 36B": (
+        of("seed_oss", "SeedOssForCausalLM", sizes(5120, 27648, 64, 80, 8, 155136, 524288), head_dim=128,
+           attention_bias=True, attention_out_bias=False, mlp_bias=False, residual_dropout=0.1, attention_dropout=0.1,
+           rope_scaling={"rope_type": "default"}, rope_theta=1e7), "residual_dropout attention_dropout",
+    ),
+    "Gemma 2B": (
+        gemma("gemma", 2048, 16384, 18, 8, 1, 256000, 8192, hidden_act="gelu", hidden_activation=None,
+              query_pre_attn_scalar=None, rope_theta=10000.0), "",
+    ),
+    "GLM-4 9B chat": (
+        of("glm", "GlmForCausalLM", sizes(4096, 13696, 40, 32, 2, 151552, 131072), head_dim=128, attention_bias=True,
+           rms_norm_eps=1.5625e-7, partial_rotary_factor=0.5, rope_theta=10000.0), "",
+    ),
+    "CWM": (
+        of("cwm", "CwmForCausalLM", sizes(6144, 21504, 64, 48, 8, 128256, 131072), head_dim=128, sliding_window=8192,
+           rope_theta=1e6, rope_scaling=LLAMA3 | {"factor": 16.0}), "",
+    ),
 }  # fmt: skip
 
 # (config.json, the names of all that is wrong with it)
@@ -270,6 +340,11 @@ REFUSED: dict[str, tuple[Table, str]] = {
         llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_scaling={"type": "dynamic", "factor": 2.0}, use_fp8=True,
               quantization_config=GPTQ, hidden_act="quick_gelu"),
         "rope_scaling.type quantization_config.quant_method hidden_act",
+    ),
+    "Command R+": (
+        of("cohere", "CohereForCausalLM", sizes(12288, 33792, 64, 96, 8, 256000, 131072) | LAYER_NORM,
+           use_qk_norm=True),
+        "use_qk_norm",
     ),
     "Qwen2-VL's text": (
         qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768, architectures=["Qwen2VLForConditionalGeneration"],

@@ -19,6 +19,7 @@ from tests.unit.test_decoder_hugging_face import (
     SEQ,
     SMALL,
     SMALL_SHAPE,
+    TEMPERATURE,
     VOCAB,
     WIDE,
     WINDOW,
@@ -87,7 +88,7 @@ def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
     ignored |= {"pretraining_tp": 2, "num_labels": 2}  # types that transformers checks
     ignored |= {name: 0.5 for name in ignored if "drop" in name}
     assert torch.equal(logits_of(base), logits_of(base | ignored))
-    if model_type not in ("gemma3_text", "phi3"):  # which read no table like this one
+    if model_type not in ("gemma3_text", "ministral3", "olmo3", "phi3"):  # which read no table like this one
         yarn, dead = (
             YARN | {"partial_rotary_factor": 1.0},
             {"attn_factor": 3.0, "finetuned": True, "mrope_section": [1]},
@@ -98,17 +99,26 @@ def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
         assert torch.equal(*(logits_of(one.values) for one in fields))
 
 
-def with_images(folder: Path) -> torch.nn.Module:
-    """Gemma 3 with images, as transformers writes it."""
+MODELS_WITH_IMAGES = {  # the class around, and fields of the text's model
+    "gemma3": ("Gemma3", {"num_key_value_heads": 1, "final_logit_softcapping": 3.0}),
+    "mistral3": ("Mistral3", {"model_type": "mistral", "rope_parameters": YARN}),
+    "mistral3, tempered": ("Mistral3", {"model_type": "ministral3", "rope_parameters": YARN | TEMPERATURE}),
+}
+
+
+def with_images(folder: Path, name: str = "gemma3") -> torch.nn.Module:
+    """A model with images, as transformers writes it."""
+    around, text = MODELS_WITH_IMAGES[name]
     vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "final_logit_softcapping": 3.0},
-        vision_config=vision | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=1,
+    config = getattr(transformers, f"{around}Config")(
+        text_config=WIDE | {"sliding_window": WINDOW} | text,
+        vision_config=vision | {"image_size": 28, "patch_size": 14, "head_dim": 16},
         eos_token_id=[1, 106],
+        tie_word_embeddings=around == "Gemma3",
+        **({"mm_tokens_per_image": 1} if around == "Gemma3" else {}),
     )
     torch.manual_seed(5)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{around}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
@@ -117,8 +127,11 @@ def with_images(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.slow
-def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    theirs = with_images(tmp_path / "hf")
+@pytest.mark.parametrize("name", MODELS_WITH_IMAGES)
+def test_the_text_of_a_model_with_images_goes_back_by_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    theirs, auto = with_images(tmp_path / "hf", name), transformers.AutoModelForImageTextToText
     source = open_hugging_face(tmp_path / "hf", "--input")
     weights = CheckpointWeights(from_hugging_face(source, tmp_path / "run"))
     with pytest.raises(ConfigError, match="its base has images, so that PEFT's names would be others; add --merge"):
@@ -126,18 +139,19 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsy
     plain = files_of(tmp_path / "hf")
     count = len([name for name in plain if not name.startswith("language_model.")])
     line = f"{count} of {len(plain)} tensors (multi_modal_projector, vision_tower) are not of this model and are not tr"
-    assert line in (said := capsys.readouterr().err) and "final_logit_softcapping = 3.0" in said
+    assert line in (said := capsys.readouterr().err)
+    assert ("final_logit_softcapping = 3.0" in said) == (name == "gemma3")
     tokens = torch.arange(SEQ)[None]
     expected = theirs(tokens).logits
     state = {stored.name: weights.read(stored.name) for stored in source.stored_parameters(source.model)}
     with torch.no_grad(), in_float64():
-        ours, exact = build_model(source.model, source.family).eval(), exact_model(tmp_path / "hf")(tokens).logits
+        ours, exact = build_model(source.model, source.family).eval(), exact_model(tmp_path / "hf", auto)(tokens).logits
         ours.load_state_dict(state)
         assert close(ours(Batch(tokens))[..., :VOCAB], exact)
 
     to_hugging_face(weights, tmp_path / "back", None, 40_000, "none")
     same(files_of(tmp_path / "back"), plain)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    loaded = auto.from_pretrained(tmp_path / "back")
     assert type(loaded) is type(theirs) and torch.equal(loaded.eval()(tokens).logits, expected)
     fields = json.loads((tmp_path / "back/config.json").read_text())
     assert fields["eos_token_id"] == [1, 106] and fields["vision_config"]["image_size"] == 28
@@ -155,7 +169,8 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(tmp_path: Path, capsy
     assert f"{tmp_path}/hf has no tensors around the text's model, which is written alone" in capsys.readouterr().err
     with torch.no_grad(), in_float64():
         alone = exact_model(tmp_path / "alone")
-        assert type(alone) is transformers.Gemma3ForCausalLM and close(alone(tokens).logits, exact)
+        text = MODELS_WITH_IMAGES[name][1].get("model_type", "gemma3").capitalize()
+        assert type(alone).__name__ == f"{text}ForCausalLM" and close(alone(tokens).logits, exact)
 
 
 @pytest.mark.parametrize(("name", "table"), [("qwen2", "model.embed_tokens"), ("gpt2", "transformer.wte")])
@@ -195,8 +210,8 @@ def test_a_row_as_families_md_writes_it_is_all_that_a_class_needs(
     (code,) = re.findall(r"# a row of titan_like/models/decoder/classes.py\n(.*?)```", page, re.DOTALL)
     row = eval(code, vars(classes))
     monkeypatch.setattr(mapping, "CLASSES", (*CLASSES, row))
-    monkeypatch.setitem(mapping.ARCHITECTURES, "arcee", row.name)
-    monkeypatch.setitem(CASES, "arcee", ("arcee", WIDE | {"mlp_bias": True, "attention_bias": True}))
-    folders.test_a_folder_of_transformers_is_read_and_written_again("arcee", tmp_path)
-    folders.test_an_absent_field_has_the_default_of_the_class("arcee")
-    test_what_is_ignored_transformers_ignores_too("arcee")
+    monkeypatch.setitem(mapping.ARCHITECTURES, "jais2", row.name)
+    monkeypatch.setitem(CASES, "jais2", ("jais2", WIDE | {"mlp_bias": False, "num_key_value_heads": 1}))
+    folders.test_a_folder_of_transformers_is_read_and_written_again("jais2", tmp_path)
+    folders.test_an_absent_field_has_the_default_of_the_class("jais2")
+    test_what_is_ignored_transformers_ignores_too("jais2")

@@ -30,6 +30,7 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SMALL_SHAPE = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": VOCAB, "max_seq_len": 64}
 WIDE = SMALL | {"head_dim": 20}  # heads that are together wider than the hidden states
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+TEMPERATURE = {"llama_4_scaling_beta": 0.6, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.0}
@@ -45,6 +46,9 @@ QWEN_MOE = EXPERTS | {"moe_intermediate_size": 24, "sliding_window": WINDOW, "us
 # What has no default in the class, or one that cannot be computed.
 NEEDED = {"dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}}
 NEEDED |= {"deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"head_dim": 128}}
+KINDS = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")]
+BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 60.0}}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 70.0, "alpha": 5.0, "factor": 1.0}
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
 DELTA |= {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
@@ -53,11 +57,18 @@ CASES = {
     "mistral": ("mistral", WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "mistral, no window": ("mistral", SMALL | {"sliding_window": None, "rope_parameters": YARN}),
     "ministral": ("ministral", WIDE | {"sliding_window": WINDOW}),
+    "ministral3": ("ministral3", WIDE | {"sliding_window": WINDOW, "rope_parameters": YARN | TEMPERATURE}),
+    "ministral3, no scaling": (
+        "ministral3", SMALL | {"rope_parameters": TEMPERATURE | {"original_max_position_embeddings": 7}}
+    ),
     "qwen2": ("qwen2", SMALL | {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
     "qwen2, windows": ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("qwen3", WIDE | {"attention_bias": True}),
     "olmo2": ("olmo2", SMALL | {"num_key_value_heads": 4, "rms_norm_eps": 1e-4}),
     "olmo2, grouped": ("olmo2", SMALL | {"rope_parameters": YARN, "attention_bias": True}),
+    "olmo3": ("olmo3", SMALL | {"layer_types": KINDS, "sliding_window": WINDOW, "rope_parameters": BY_KIND}),
+    "exaone4": ("exaone4", WIDE | {"layer_types": KINDS, "sliding_window": WINDOW, "sliding_window_pattern": "LLLG"}),
+    "exaone4, no window": ("exaone4", SMALL | {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "smollm3": ("smollm3", SMALL | {"no_rope_layers": [1, 0, 1, 1], "mlp_bias": True}),
     "granite": (
         "granite",
@@ -65,7 +76,16 @@ CASES = {
         | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 7.0}
         | {"tie_word_embeddings": True},
     ),
+    "hyperclovax": (
+        "hyperclovax",
+        SMALL
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 0.7},
+    ),
+    "gemma": ("gemma", WIDE | {"num_key_value_heads": 1, "hidden_act": "gelu", "rope_parameters": LINEAR}),
     "gemma2": ("gemma2", WIDE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0}),
+    "vaultgemma": (
+        "vaultgemma", WIDE | {"sliding_window": WINDOW, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 10}
+    ),
     "gemma3_text": (
         "gemma3_text",
         WIDE
@@ -78,6 +98,7 @@ CASES = {
         "phi3",
         SMALL | {"rope_parameters": LONG | {"partial_rotary_factor": 0.7}, "original_max_position_embeddings": 16},
     ),
+    "glm": ("glm", WIDE | {"rope_parameters": YARN | {"partial_rotary_factor": 0.3}, "attention_bias": False}),
     "glm4": ("glm4", WIDE | {"num_key_value_heads": 1}),
     "gpt_neox": ("gpt_neox", NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}),
     "gpt_neox, not parallel": (
@@ -85,6 +106,23 @@ CASES = {
     ),
     "nemotron": ("nemotron", WIDE | {"attention_bias": True, "mlp_bias": True}),
     "starcoder2": ("starcoder2", SMALL | {"sliding_window": WINDOW, "num_key_value_heads": 1}),
+    "starcoder2, no biases": ("starcoder2", SMALL | {"use_bias": False, "tie_word_embeddings": False}),
+    "arcee": ("arcee", WIDE | {"mlp_bias": True, "attention_bias": True, "rope_parameters": LLAMA3}),
+    "ernie4_5": ("ernie4_5", WIDE | {"use_bias": True, "num_key_value_heads": 1, "rope_parameters": YARN}),
+    "seed_oss": ("seed_oss", WIDE | {"attention_out_bias": True, "mlp_bias": True, "rope_parameters": LINEAR}),
+    "cwm": ("cwm", WIDE | {"sliding_window": WINDOW, "num_hidden_layers": 5, "mlp_bias": True}),
+    "cohere": ("cohere", WIDE | {"logit_scale": 0.7, "attention_bias": True, "rope_parameters": YARN}),
+    "cohere2": ("cohere2", SMALL | {"sliding_window": WINDOW, "layer_types": KINDS, "attention_bias": True}),
+    "stablelm": (
+        "stablelm", SMALL | {"use_qkv_bias": True, "use_parallel_residual": True, "partial_rotary_factor": 0.5}
+    ),
+    "stablelm, not parallel": ("stablelm", SMALL | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.7}}),
+    "phi": ("phi", SMALL | {"qk_layernorm": True, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.35}}),
+    "phi, tied": ("phi", WIDE | {"tie_word_embeddings": True}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", WIDE | {"attention_bias": True, "rope_parameters": ALPHA}),
+    "hunyuan_v1_dense, yarn": ("hunyuan_v1_dense", WIDE | {"rope_parameters": YARN}),
+    "olmo": ("olmo", SMALL | {"attention_bias": True, "rope_parameters": LINEAR, "tie_word_embeddings": True}),
+    "helium": ("helium", SMALL | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "mixtral": ("mixtral", WIDE | {"num_local_experts": 5, "sliding_window": WINDOW}),
     "qwen3_moe": (
         "qwen3_moe", WIDE | EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [0], "attention_bias": True}
@@ -160,7 +198,13 @@ def random_folder(model_type: str, fields: dict, folder: Path):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name or tensor.ndim == 0 or "embed_scale" in name:
                 continue
-            is_offset = "norm" in name and model_type not in ("gemma2", "gemma3_text", "nemotron")
+            is_offset = "norm" in name and model_type not in (
+                "gemma",
+                "gemma2",
+                "gemma3_text",
+                "nemotron",
+                "vaultgemma",
+            )
             one = 1.0 if is_offset and name.endswith("weight") else 0.0
             tensor.copy_(one + 0.1 * torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder)
@@ -172,10 +216,10 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @in_float64()
-def exact_model(folder: Path) -> Any:
+def exact_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
     """The model of transformers of a folder, in float64."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    loaded, info = kind.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info.values()), info
     return loaded.eval()
 
@@ -186,6 +230,18 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, rounding: float = 0.0) -> bo
 
 
 RARE: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2, no window": ("cohere2", SMALL | {"layer_types": ["full_attention"] * 4, "logit_scale": 2.0}),
+    "ministral3, no temperature": (
+        "ministral3",
+        SMALL | {"rope_parameters": YARN | TEMPERATURE | {"llama_4_scaling_beta": 0.0}},
+    ),
+    "hyperclovax, no post norms": ("hyperclovax", WIDE | {"use_post_norm": False}),
+    "olmo3, one table": ("olmo3", SMALL | {"sliding_window": WINDOW, "rope_theta": 900.0}),
+    "exaone4, no layer with a window": ("exaone4", SMALL | {"layer_types": ["full_attention"] * 4}),
+    "seed_oss, no biases": ("seed_oss", SMALL | {"attention_bias": False}),
+    "ernie4_5, no biases": ("ernie4_5", SMALL | {"tie_word_embeddings": False}),
+    "cwm, other scaling": ("cwm", SMALL | {"rope_parameters": YARN, "sliding_window": 3}),
+    "cwm, no scaling": ("cwm", SMALL | {"rope_theta": 60.0, "rope_parameters": {"rope_type": "default"}}),
     "smollm3, not rotated": ("smollm3", SMALL | {"no_rope_layers": [0] * 4}),
     "gemma2, no window": ("gemma2", WIDE | {"layer_types": ["full_attention"] * 4}),
     "gpt_neox, another GELU": ("gpt_neox", NEOX | {"hidden_act": "gelu_fast", "rotary_pct": 0.5}),
@@ -210,7 +266,8 @@ def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path:
         ours, exact = build_model(source.model, source.family).eval(), exact_model(tmp_path / "hf")
     state = {key: weights.read(key) for key in ours.state_dict() if not key.endswith("router.load")}
     ours.load_state_dict(state, strict=False)
-    padding = (source.model.padded_vocab_size - VOCAB) * 48 * (1 if source.model.tied_embeddings else 2)
+    per_token = 48 * (1 if source.model.tied_embeddings else 2) + source.model.output_bias
+    padding = (source.model.padded_vocab_size - VOCAB) * per_token
     assert sum(p.numel() for p in ours.parameters()) - padding == theirs.num_parameters(only_trainable=True)
 
     tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))

@@ -61,6 +61,11 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --model.family=decoder --model.overrides.gated=false --model.overrides.activation=clamped_swiglu \
 => clamped_swiglu ; set gated to true
 1 --model.family=decoder --model.overrides.norm=layer --model.overrides.qk_norm=all => qk_norm "all" ; set norm to rms
+1 --model.family=decoder --model.overrides.norm_after_rope=true --model.overrides.qk_norm=none \
+=> norm_after_rope ; set qk_norm to "head" or "all"
+1 --model.family=decoder --model.overrides.norm=layer_no_weight --model.overrides.norm_offset=true \
+=> norm_offset is added to a weight, which norm layer_no_weight lacks
+1 --model.family=decoder --model.overrides.query_temperature=0.1 => query_temperature_period go together ; set both
 1 --LATENT.kv_lora_rank=0 => q_lora_rank 48 needs latent attention; set kv_lora_rank, or q_lora_rank = 0
 1 --LATENT.rope_head_size=0 => needs nope_head_size, rope_head_size and value_head_size ([16, 0, 16])
 1 --LATENT.head_size=32 => the first two make up head_size (32)

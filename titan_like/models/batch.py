@@ -40,5 +40,6 @@ class Context(NamedTuple):
     document_mask: KeyRanges | None = None  # keys that queries see; None: causal attention, or all keys
     bias: torch.Tensor | None = None  # [1, heads, seq, keys], added to the scores of attention
     rope: Rope | None = None  # None: no rotation
+    query_scale: torch.Tensor | None = None  # [seq] or [batch, seq], multiplies queries
     padding_mask: torch.Tensor | None = None  # bool [batch, seq], True where a position does not count
     next_embedding: torch.Tensor | None = None  # [batch, seq, hidden], of the token after each

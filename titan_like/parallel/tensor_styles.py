@@ -128,8 +128,9 @@ class Norm(TensorParallel):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the activation between layers; x and the result have the same shape."""
-        bias = None if getattr(self, "bias", None) is None else local(self.bias)
-        return normalise(self, x, local(self.weight), bias)  # type: ignore[arg-type]
+        weight, bias = (getattr(self, name, None) for name in ("weight", "bias"))
+        weight, bias = (None if parameter is None else local(parameter) for parameter in (weight, bias))
+        return normalise(self, x, weight, bias)  # type: ignore[arg-type]
 
 
 class HeadNorm(Norm):

@@ -71,7 +71,7 @@ class Class:
     fields: tuple[Field, ...] = (MLP_BIAS, HEAD_SIZE, BIAS)  # besides those that follow
     fixed: tuple[Field, ...] = ()  # with the only values that can be read
     activation: Field = activation("hidden_act", "silu")  # noqa: RUF009
-    eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
+    eps: tuple[str, float] | None = ("rms_norm_eps", 1e-6)  # None: always 1e-5
     init_std: float = 0.02
     tied: bool = False
     layers: Layers = Layers()  # noqa: RUF009
@@ -99,7 +99,7 @@ class Class:
             renamed("max_seq_len", "max_position_embeddings", length),
             *self.fixed,
             self.activation,
-            renamed("norm_eps", *self.eps),
+            *([] if self.eps is None else [renamed("norm_eps", *self.eps)]),
             renamed("init_std", "initializer_range", self.init_std),
             renamed("tied_embeddings", "tie_word_embeddings", self.tied),
             *self.fields,

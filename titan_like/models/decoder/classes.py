@@ -5,8 +5,8 @@ An absent field of config.json has the class's default, which is often not what 
 
 from typing import Any
 
-from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, MLP_BIAS, QK_HEAD, Class
-from titan_like.models.decoder.fields import Layers, activation, bias, head_size
+from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, MLP_BIAS, QK_ALL, QK_HEAD, Class
+from titan_like.models.decoder.fields import OUTPUT_BIAS, Layers, activation, bias, biases, head_size
 from titan_like.models.decoder.hybrid_classes import HYBRID_CLASSES
 from titan_like.models.decoder.moe_classes import MOE_CLASSES
 from titan_like.models.decoder.rope import Rope
@@ -14,6 +14,10 @@ from titan_like.models.fields import Field, choice, fixed, nullable, reciprocal,
 
 _GATE_UP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 # fmt: off
+_IN_LANGUAGE_MODEL = {
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+}
+_MISTRAL3: dict[str, Any] = {"outer": "Mistral3ForConditionalGeneration", "renamed": _IN_LANGUAGE_MODEL}
 _GEMMA: dict[str, Any] = {
     "activation": activation("hidden_activation", "gelu_pytorch_tanh"), "tied": True,
     "fixed": (fixed("use_bidirectional_attention", False, None, is_written=False),),
@@ -21,23 +25,49 @@ _GEMMA: dict[str, Any] = {
     "names": {"mlp_norm": "pre_feedforward_layernorm"},
 }
 _GEMMA_ALWAYS = {"block": "sandwich", "norm_offset": True}
+_SCALED_BY_WIDTH = Field(
+    lambda fields, shape: {"embedding_scale": shape["hidden_size"] ** 0.5, "round_embedding_scale": True}
+)
 _GEMMA_FIELDS = (
     head_size(256), BIAS,
     Field(
         lambda fields, shape: {"attention_scale": fields.positive("query_pre_attn_scalar", 256) ** -0.5},
         lambda config: {"query_pre_attn_scalar": round(config.score_scale**-2)},
     ),
-    Field(lambda fields, shape: {"embedding_scale": shape["hidden_size"] ** 0.5, "round_embedding_scale": True}),
+    _SCALED_BY_WIDTH,
 )
+_GEMMA2_FIELDS = (
+    nullable("attention_softcap", "attn_logit_softcapping", 50.0),
+    nullable("final_softcap", "final_logit_softcapping", 30.0),
+    *_GEMMA_FIELDS,
+)
+_COHERE = {"norm": "layer_no_bias", "block": "parallel_one_norm"}
+_POST = {"block": "post"}
+_POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _DENSE_CLASSES = (
     Class("LlamaForCausalLM", ("llama",), (32000, 4096, 11008, 32, 32, 0, 2048)),
     Class(
-        "MistralForCausalLM", ("mistral",), (32000, 4096, 14336, 32, 32, 8, 131072), fields=(HEAD_SIZE,),
-        layers=Layers("all", 4096),
+        "MistralForCausalLM", ("mistral", "mistral3"), (32000, 4096, 14336, 32, 32, 8, 131072), fields=(HEAD_SIZE,),
+        layers=Layers("all", 4096), **_MISTRAL3,
     ),
     Class(
         "MinistralForCausalLM", ("ministral",), (32000, 4096, 14336, 32, 32, 8, 131072), fields=(HEAD_SIZE,),
         layers=Layers("types", 4096),
+    ),
+    Class(
+        "Ministral3ForCausalLM", ("ministral3", "mistral3"), (131072, 4096, 14336, 34, 32, 8, 262144),
+        fields=(head_size(128),), eps=("rms_norm_eps", 1e-5), **_MISTRAL3,
+        layers=Layers(
+            "all",
+            rope=Rope(
+                has_temperature=True,
+                default_scaling={
+                    "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            ),
+        ),
     ),
     Class(
         "Qwen2ForCausalLM", ("qwen2",), (151936, 4096, 22016, 32, 32, 32, 32768), {"attention_bias": "qkv"},
@@ -49,9 +79,20 @@ _DENSE_CLASSES = (
         layers=Layers("switched", 4096),
     ),
     Class(
-        "Olmo2ForCausalLM", ("olmo2",), (50304, 4096, 11008, 32, 32, 0, 2048), {"qk_norm": "all", "block": "post"},
-        (HEAD_SIZE, BIAS), eps=("rms_norm_eps", 1e-5),
-        names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+        "Olmo2ForCausalLM", ("olmo2",), (50304, 4096, 11008, 32, 32, 0, 2048), QK_ALL | _POST, (HEAD_SIZE, BIAS),
+        eps=("rms_norm_eps", 1e-5), names=_POST_NORMS,
+    ),
+    Class(
+        "Olmo3ForCausalLM", ("olmo3",), (50304, 4096, 11008, 32, 32, 0, 2048), QK_ALL | _POST, (HEAD_SIZE, BIAS),
+        eps=("rms_norm_eps", 1e-5), names=_POST_NORMS,
+        layers=Layers("types", 4096, period=4, rope=Rope(("rope_theta", 5e5), local_theta=("", 5e5))),
+    ),
+    Class(
+        "Exaone4ForCausalLM", ("exaone4",), (102400, 4096, 16384, 32, 32, 32, 2048), QK_HEAD | _POST, (HEAD_SIZE,),
+        eps=("rms_norm_eps", 1e-5), names=_POST_NORMS,
+        layers=Layers(
+            "types", 4096, period=4, period_field="sliding_window_pattern", rotated="windows if any"
+        ),
     ),
     Class(
         "SmolLM3ForCausalLM", ("smollm3",), (128256, 2048, 11008, 36, 16, 4, 32768), tied=True,
@@ -73,13 +114,36 @@ _DENSE_CLASSES = (
         ),
     ),
     Class(
-        "Gemma2ForCausalLM", ("gemma2",), (256000, 2304, 9216, 26, 8, 4, 8192), _GEMMA_ALWAYS,
-        (
-            nullable("attention_softcap", "attn_logit_softcapping", 50.0),
-            nullable("final_softcap", "final_logit_softcapping", 30.0),
-            *_GEMMA_FIELDS,
+        "HyperCLOVAXForCausalLM", ("hyperclovax",), (32000, 4096, 11008, 32, 32, 0, 2048),
+        fields=(
+            MLP_BIAS,
+            renamed("embedding_scale", "embedding_multiplier", 1.0),
+            renamed("residual_scale", "residual_multiplier", 1.0),
+            renamed("logit_scale", "logits_scaling", 1.0),
+            choice("block", "use_post_norm", True, {False: "pre", True: "sandwich"}),
+            HEAD_SIZE, BIAS,
+            Field(
+                lambda fields, shape: {
+                    "attention_scale": fields.positive("attention_multiplier", shape["head_size"] ** -0.5)
+                },
+                lambda config: {"attention_multiplier": config.score_scale},
+            ),
         ),
+        names={"attention_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"},
+    ),
+    Class(
+        "GemmaForCausalLM", ("gemma",), (256000, 3072, 24576, 28, 16, 16, 8192), {"norm_offset": True},
+        (head_size(256), BIAS, _SCALED_BY_WIDTH), fixed=_GEMMA["fixed"], tied=True,
+        activation=activation("hidden_act", "gelu_pytorch_tanh", gelu="gelu_tanh"),
+        ignored=frozenset({"hidden_activation"}),
+    ),
+    Class(
+        "Gemma2ForCausalLM", ("gemma2",), (256000, 2304, 9216, 26, 8, 4, 8192), _GEMMA_ALWAYS, _GEMMA2_FIELDS,
         layers=Layers("types", 4096, period=2), **_GEMMA,
+    ),
+    Class(
+        "VaultGemmaForCausalLM", ("vaultgemma",), (256000, 2304, 9216, 26, 8, 4, 8192), {"norm_offset": True},
+        _GEMMA2_FIELDS, layers=Layers("types", 4096, period=2), **_GEMMA,
     ),
     Class(
         "Gemma3ForCausalLM", ("gemma3_text", "gemma3"), (262208, 2304, 9216, 26, 8, 4, 131072),
@@ -88,17 +152,18 @@ _DENSE_CLASSES = (
             "types", 4096, period=6, period_field="sliding_window_pattern",
             rope=Rope(("rope_theta", 1e6), local_theta=("rope_local_base_freq", 10_000.0)),
         ),
-        outer="Gemma3ForConditionalGeneration", **_GEMMA,
-        renamed={
-            "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
-            "model.language_model.": "model.",
-        },
+        outer="Gemma3ForConditionalGeneration", **_GEMMA, renamed=_IN_LANGUAGE_MODEL,
     ),
     Class(
         "Phi3ForCausalLM", ("phi3",), (32064, 3072, 8192, 32, 32, 0, 4096), fields=(HEAD_SIZE,),
         ignored=frozenset({"full_attn_mod", "original_max_position_embeddings"}), eps=("rms_norm_eps", 1e-5),
         layers=Layers("all", rope=Rope(fraction=("partial_rotary_factor", 1.0), is_longrope=True)),
         names={"attention.qkv": "self_attn.qkv_proj"} | _GATE_UP,
+    ),
+    Class(
+        "GlmForCausalLM", ("glm",), (151552, 4096, 13696, 40, 32, 2, 131072),
+        fields=(head_size(128), bias("qkv", True)), eps=("rms_norm_eps", 1.5625e-7),
+        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.5))), is_interleaved=True, names=_GATE_UP,
     ),
     Class(
         "Glm4ForCausalLM", ("glm4",), (151552, 4096, 13696, 40, 32, 2, 131072), {"block": "sandwich"},
@@ -130,10 +195,87 @@ _DENSE_CLASSES = (
     ),
     Class(
         "Starcoder2ForCausalLM", ("starcoder2",), (49152, 3072, 12288, 30, 24, 2, 4096),
-        {"norm": "layer", "gated": False, "attention_bias": "all", "mlp_bias": True}, (head_size(None),),
-        fixed=(fixed("use_bias", True),), activation=activation("hidden_act", "gelu_pytorch_tanh"),
+        {"norm": "layer", "gated": False}, (head_size(None), biases("use_bias", True)),
+        activation=activation("hidden_act", "gelu_pytorch_tanh"),
         eps=("norm_epsilon", 1e-5), init_std=0.018042, tied=True, layers=Layers("all"),
         names={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    ),
+    Class(
+        "ArceeForCausalLM", ("arcee",), (32000, 2560, 18432, 32, 32, 0, 4096), {"gated": False},
+        activation=activation("hidden_act", "relu2"), eps=("rms_norm_eps", 1e-5),
+    ),
+    Class(
+        "Ernie4_5ForCausalLM", ("ernie4_5",), (103424, 1024, 3072, 18, 16, 2, 131072),
+        fields=(head_size(128), biases("use_bias", False)), eps=("rms_norm_eps", 1e-5), tied=True,
+        layers=Layers(rope=Rope(("rope_theta", 5e5))), is_interleaved=True,
+    ),
+    Class(
+        "SeedOssForCausalLM", ("seed_oss",), (155136, 4096, 27648, 64, 80, 8, 524288),
+        fields=(MLP_BIAS, head_size(128), OUTPUT_BIAS),
+    ),
+    Class(
+        "CwmForCausalLM", ("cwm",), (128256, 6144, 21504, 64, 48, 8, 131072), fields=(MLP_BIAS, head_size(128)),
+        eps=("rms_norm_eps", 1e-5),
+        layers=Layers(
+            "types", 8192, period=4, first_full=0,
+            rope=Rope(
+                ("rope_theta", 1e6),
+                default_scaling={
+                    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+                },
+            ),
+        ),
+    ),
+    Class(
+        "CohereForCausalLM", ("cohere",), (256000, 8192, 22528, 40, 64, 0, 8192), _COHERE,
+        (renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS), fixed=(fixed("use_qk_norm", False),),
+        eps=("layer_norm_eps", 1e-5), tied=True, layers=Layers(rope=Rope(("rope_theta", 5e5))), is_interleaved=True,
+    ),
+    Class(
+        "Cohere2ForCausalLM", ("cohere2",), (256000, 8192, 22528, 40, 64, 0, 8192), _COHERE,
+        (renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS), eps=("layer_norm_eps", 1e-5), tied=True,
+        layers=Layers("types", 4096, period=4, period_field="sliding_window_pattern", rotated="windows"),
+        is_interleaved=True,
+    ),
+    Class(
+        "StableLmForCausalLM", ("stablelm",), (50304, 2560, 6912, 32, 32, 32, 4096), {"norm": "layer"},
+        (
+            head_size(None), bias("qkv", theirs="use_qkv_bias"),
+            choice("block", "use_parallel_residual", False, {False: "pre", True: "parallel_one_norm"}),
+        ),
+        fixed=(fixed("qk_layernorm", False),), eps=("layer_norm_eps", 1e-5),
+        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.25))),
+    ),
+    Class(
+        "PhiForCausalLM", ("phi",), (51200, 2048, 8192, 24, 32, 0, 2048),
+        {
+            "norm": "layer", "block": "parallel_one_norm", "gated": False, "attention_bias": "all", "mlp_bias": True,
+            "output_bias": True,
+        },
+        (HEAD_SIZE, choice("qk_norm", "qk_layernorm", False, {False: "none", True: "head"})),
+        activation=activation("hidden_act", "gelu_new"), eps=("layer_norm_eps", 1e-5),
+        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.5))),
+        names={
+            "norm": "model.final_layernorm", "attention.proj": "self_attn.dense", "mlp.up": "mlp.fc1",
+            "mlp.down": "mlp.fc2", "attention.q_norm": "self_attn.q_layernorm",
+            "attention.k_norm": "self_attn.k_layernorm",
+        },
+    ),
+    Class(
+        "HunYuanDenseV1ForCausalLM", ("hunyuan_v1_dense",), (290943, 4096, 11008, 32, 32, 0, 2048),
+        QK_HEAD | {"norm_after_rope": True}, (HEAD_SIZE, BIAS), eps=("rms_norm_eps", 1e-5),
+        layers=Layers(rope=Rope(has_alpha=True)),
+        names={"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"},
+    ),
+    Class(
+        "OlmoForCausalLM", ("olmo",), (50304, 4096, 11008, 32, 32, 0, 2048), {"norm": "layer_no_weight"},
+        (HEAD_SIZE, BIAS), fixed=(fixed("clip_qkv", None, is_written=False),), eps=None,
+    ),
+    Class(
+        "HeliumForCausalLM", ("helium",), (48000, 2560, 7040, 24, 20, 20, 4096),
+        fields=(MLP_BIAS, head_size(128), bias("qkv")), eps=("rms_norm_eps", 1e-8),
+        layers=Layers(rope=Rope(("rope_theta", 1e5))), is_interleaved=True,
     ),
 )
 # fmt: on

@@ -55,12 +55,22 @@ class DecoderConfig(WithHeadSize, WithExperts):
         "none", description="norm of queries and keys: of each head (Qwen3) or of all heads together (OLMo 2)"
     )
     attention_scale: float = Field(0.0, ge=0, le=1e6, description="factor on the scores; 0: 1 / √head_size")
+    query_temperature: float = Field(
+        0.0, ge=0, le=1e6, description="queries are multiplied by 1 + this · log(1 + ⌊position / period⌋) (Ministral 3)"
+    )
+    query_temperature_period: int = Field(0, ge=0, le=2**27, description="the period; 0 without query_temperature")
     attention_softcap: float = Field(0.0, ge=0, le=1e6, description="scores become cap · tanh(score / cap); 0: none")
     attention_sinks: bool = Field(False, description="a learned logit for each head, as one more key in the softmax")
-    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm, or LayerNorm with a bias")
+    norm_after_rope: bool = Field(False, description="qk_norm comes after the rotation, not before it (Hunyuan)")
+    norm: Literal["rms", "layer", "layer_no_bias", "layer_no_weight"] = Field(
+        "rms",
+        description="RMSNorm, or LayerNorm with weight and bias, with a weight alone (Cohere), with neither (OLMo)",
+    )
     norm_offset: bool = Field(False, description="norms multiply by 1 + weight, which begins at 0 (Gemma)")
-    block: Literal["pre", "post", "sandwich", "parallel"] = Field(
-        "pre", description="norms before a block, after it, both; or attention and MLP of the same hidden states"
+    block: Literal["pre", "post", "sandwich", "parallel", "parallel_one_norm"] = Field(
+        "pre",
+        description="norms before a block, after it, both; or attention and MLP of the same hidden states, with a norm "
+        "each or one for both",
     )
     mlp_bias: bool = Field(False, description="whether dense MLPs have biases")
     gated: bool = Field(True, description="down(activation(gate) · up), or down(activation(up))")
@@ -68,6 +78,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
     round_embedding_scale: bool = Field(False, description="round embedding_scale to the compute dtype (Gemma)")
     residual_scale: float = Field(1.0, gt=0, le=1e6, description="factor on what a block adds to the hidden states")
     logit_scale: float = Field(1.0, gt=0, le=1e6, description="factor on the logits")
+    output_bias: bool = Field(False, description="whether logits have a bias, which logit_scale does not multiply")
     final_softcap: float = Field(0.0, ge=0, le=1e6, description="logits become cap · tanh(logit / cap); 0: none")
     q_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of the queries' latent; 0: none")
     kv_lora_rank: int = Field(0, ge=0, le=2**20, description="latent attention: width of keys' and values' latent")
@@ -117,6 +128,12 @@ class DecoderConfig(WithHeadSize, WithExperts):
             yield "activation clamped_swiglu needs a gated MLP; set gated to true"
         if self.qk_norm == "all" and self.norm != "rms":
             yield 'qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"'
+        if self.norm_after_rope and self.qk_norm == "none":
+            yield 'norm_after_rope needs a norm of queries and keys; set qk_norm to "head" or "all"'
+        if (self.query_temperature > 0) != (self.query_temperature_period > 0):
+            yield "query_temperature and query_temperature_period go together; set both, or leave both at 0"
+        if self.norm_offset and self.norm == "layer_no_weight":
+            yield "norm_offset is added to a weight, which norm layer_no_weight lacks; leave it out"
         if lengths - {pairs}:
             needed = f"a factor for each of the {pairs} pairs of rotated dimensions"
             yield f"longrope needs {needed}; set as many short_factors and long_factors"
@@ -133,6 +150,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if sizes["value"] > self.head_size:
             yield f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less"
         fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
+        fixed |= {"query_temperature": 0.0}
         for name in (name for name, value in fixed.items() if getattr(self, name) != value):
             yield f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}"
         if self.attention_bias == "qkv":

@@ -16,14 +16,42 @@ _SWITCHED, _TYPED = ("switched", "alternating", "switched all"), ("switched", "a
 _LAYER_TYPES = {"full_attention": FULL, "sliding_attention": _SLIDING}
 
 
-def activation(theirs: str, default: str) -> Field:
-    """The activation of MLPs."""
-    return choice("activation", theirs, default, _ACTIVATIONS)
+def activation(theirs: str, default: str, **others: str) -> Field:
+    """The activation of MLPs. ``others`` are words that mean another one in this class: theirs → ours."""
+    return choice("activation", theirs, default, _ACTIVATIONS | others)
 
 
-def bias(kind: str = "all", default: bool = False) -> Field:
+def bias(kind: str = "all", default: bool = False, theirs: str = "attention_bias") -> Field:
     """Biases of the attention projections ``kind``."""
-    return choice("attention_bias", "attention_bias", default, {False: "none", True: kind})
+    return choice("attention_bias", theirs, default, {False: "none", True: kind})
+
+
+def biases(theirs: str, default: bool) -> Field:
+    """Biases of all linear layers, of attention and MLP."""
+
+    def read(fields: Fields, shape: Values) -> Values:
+        has_biases = fields.flag(theirs, default)
+        return {"attention_bias": "all" if has_biases else "none", "mlp_bias": has_biases}
+
+    return Field(read, lambda config: {theirs: config.mlp_bias})
+
+
+def _read_output_bias(fields: Fields, shape: Values) -> Values:
+    has_output_bias = fields.flag("attention_out_bias", False)
+    if not fields.flag("attention_bias", True):
+        if has_output_bias:
+            fields.refuse("attention_out_bias", "without attention_bias, which the models here do not support")
+        return {"attention_bias": "none"}
+    return {"attention_bias": "all" if has_output_bias else "qkv"}
+
+
+# Biases of queries, keys and values, and of the output projection, as a flag each.
+OUTPUT_BIAS = Field(
+    _read_output_bias,
+    lambda config: {
+        "attention_bias": config.attention_bias != "none", "attention_out_bias": config.attention_bias == "all"
+    },
+)  # fmt: skip
 
 
 def kv_heads(default: int) -> Field:
@@ -77,14 +105,18 @@ class Layers:
     first: int = 28  # default of max_window_layers
     period: int = 0
     period_field: str = ""
+    first_full: int = -1  # number of a layer without a window; all others are a multiple of the period away
+    rotated: Literal["all", "windows", "windows if any"] = "all"  # "if any": all if sliding_window is null
     rope: Rope = Rope()  # noqa: RUF009
 
     def read(self, fields: Fields, shape: Values) -> Values:
         """The kinds of the layers, and the rotary positions of the model."""
         count = shape["num_layers"]
         layers, window = self._read_pattern(fields, count)
-        full, sliding, fraction = self.rope.read(fields, shape["max_seq_len"])
-        model = full | {"rotary_fraction": fraction}
+        if self.rotated == "windows" or (self.rotated == "windows if any" and window is not None):
+            layers = [_UNROTATED if name == FULL else name for name in layers]
+        full, sliding, of_model = self.rope.read(fields, shape)
+        model = full | of_model
         if set(layers) == {FULL}:
             return model
         unrotated = {"rope_theta": 0.0, "rope_scaling": None}
@@ -101,6 +133,8 @@ class Layers:
         window = next((kind.window for kind in layers if kind.window), None)
         if self.pattern in ("all", "types", "last", *_SWITCHED):
             needed = self.window if self.pattern == "types" else None  # the class's code needs a number
+            if self.rotated == "windows if any" and all(kind.rope_theta for kind in layers):
+                needed = None
             fields["sliding_window"] = window or needed
         if self.pattern in _SWITCHED:
             fields["use_sliding_window"] = window is not None
@@ -113,7 +147,7 @@ class Layers:
         rotated = [kind for kind in layers if kind.rope_theta] or [LayerKind(rope_theta=config.rope_theta)]
         full = next((kind for kind in rotated if not kind.window), rotated[0])
         sliding = next((kind for kind in rotated if kind.window), rotated[0])
-        return fields | self.rope.write(config.rotary_fraction, full, sliding)
+        return fields | self.rope.write(config, full, sliding)
 
     def _read_pattern(self, fields: Fields, count: int) -> tuple[list[str], int | None]:
         layers, window = [FULL] * count, None
@@ -128,8 +162,12 @@ class Layers:
         elif self.pattern in ("all", "switched all") and window is not None:
             layers = [_SLIDING] * count
         elif self.pattern == "types":
-            period = fields.integer(self.period_field, self.period) if self.period_field else self.period
-            is_full = [not (i + 1) % period if period else window is None for i in range(count)]
+            period = self.period
+            if self.period_field and fields.get("layer_types") is None:
+                period = fields.integer(self.period_field, self.period)
+            fields.get(self.period_field)
+            has_full = window is None and (not period or self.rotated == "windows if any")
+            is_full = [has_full or (period > 0 and (i - self.first_full) % period == 0) for i in range(count)]
             layers = [FULL if full else _SLIDING for full in is_full]
         if self.pattern not in ("none", "all", "switched all") and (types := fields.get("layer_types")) is not None:
             if not isinstance(types, list) or len(types) != count or any(name not in _LAYER_TYPES for name in types):

@@ -27,11 +27,12 @@ _MEANINGLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map
     aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
-    classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eos_token_id ep_size id2label is_decoder
-    is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions output_hidden_states
-    output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config return_dict
-    sep_token_id seq_aux suppress_tokens task_specific_params tie_encoder_decoder tokenizer_class torch_dtype
-    torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    classifier_dropout cross_attention_hidden_size decoder_start_token_id dtype eod_token_id eos_token_id ep_size
+    id2label is_decoder is_encoder_decoder is_llama_config label2id max_length min_length model_type output_attentions
+    output_hidden_states output_router_logits pad_token_id prefix pretraining_tp problem_type pruned_heads
+    quantization_config return_dict sep_token_id seq_aux suppress_tokens task_specific_params tie_encoder_decoder
+    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
+    use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
 # What transformers reads in every class, where the class's row has no such field.
@@ -45,8 +46,10 @@ _NOT_COMPARED |= {"round_embedding_scale"}
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
-    row = next(row for row in CLASSES if fields.get("model_type") in row.model_types)
+    rows = [row for row in CLASSES if fields.get("model_type") in row.model_types]
+    row = rows[0]
     if (text := fields.table("text_config")) is not None:
+        row = next((one for one in rows if one.model_types[0] == text.get("model_type")), row)
         text.must_be("quantization_config", None)
         tied, notes = fields.get("tie_word_embeddings"), fields.notes  # of the outer model
         values = text.values | ({} if tied is None else {"tie_word_embeddings": tied})

@@ -104,6 +104,7 @@ class SoftmaxMixer(Mixer):
             bias=config.attention_bias != "none",
             proj_bias=config.attention_bias == "all",
             qk_norm=config.qk_norm,
+            norm_after_rope=config.norm_after_rope,
             norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
             has_gate=self.gate,
         )

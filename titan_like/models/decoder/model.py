@@ -14,8 +14,8 @@ from titan_like.models.layers.cross_entropy import IGNORED_LABEL, TokenLoss
 from titan_like.models.layers.experts import SparseMLP
 from titan_like.models.layers.mlp import GatedMLP, PlainMLP
 from titan_like.models.layers.norms import make_norm
-from titan_like.models.layers.positions import rope_cos_sin, rope_frequencies, rope_magnitude
-from titan_like.models.transformer import Labels, Transformer
+from titan_like.models.layers.positions import query_temperature, rope_cos_sin, rope_frequencies, rope_magnitude
+from titan_like.models.transformer import Labels, Transformer, VocabularyBias
 
 
 class DecoderLayer(nn.Module):
@@ -29,7 +29,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = norm_of(config)
         self.attention = attention
         self.attention_post_norm = norm_of(config) if has_two else None
-        self.mlp_norm = norm_of(config)
+        self.mlp_norm = nn.Identity() if config.block == "parallel_one_norm" else norm_of(config)
         self.mlp = mlp
         self.mlp_post_norm = norm_of(config) if has_two else None
 
@@ -38,8 +38,9 @@ class DecoderLayer(nn.Module):
         if self.block == "post":
             x = self.add(x, self.attention(x, context), self.attention_norm)
             return self.add(x, self.feed_forward(x, context), self.mlp_norm)
-        after = self.add(x, self.attention(self.attention_norm(x), context), self.attention_post_norm)
-        entered = x if self.block == "parallel" else after
+        normed = self.attention_norm(x)
+        after = self.add(x, self.attention(normed, context), self.attention_post_norm)
+        entered = {"parallel": x, "parallel_one_norm": normed}.get(self.block, after)
         return self.add(after, self.feed_forward(self.mlp_norm(entered), context), self.mlp_post_norm)
 
     def feed_forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
@@ -110,6 +111,8 @@ class Decoder(Transformer):
         self.kinds_of_layers = {name: config.kind_of(int(name)) for name in self.layers}
         self.kinds = {name: config.kind(name) for name in config.kind_names}
         self.norm = norm_of(config)
+        if config.output_bias:
+            self.output_bias = VocabularyBias(config.padded_vocab_size)
         self.token_loss = TokenLoss(config.vocab_size, config.padded_vocab_size, config.final_softcap)
         predicts_next = "mtp" in config.predictions
         self.next_embedding: nn.Module = NextEmbedding(config.padded_vocab_size) if predicts_next else nn.Identity()
@@ -141,7 +144,14 @@ class Decoder(Transformer):
     def contexts(self, batch: Batch) -> Mapping[str, Context]:
         """As in the base class, with the rotary tables of each layer's kind."""
         tables, contexts = self.rotary_tables(batch), super().contexts(batch)
-        return {name: contexts[name]._replace(rope=tables[self.kinds_of_layers[name]]) for name in self.layers}
+        tables_of = {name: tables[self.kinds_of_layers[name]] for name in self.layers}
+        scale = self.query_scale(batch)
+        return {name: contexts[name]._replace(rope=tables_of[name], query_scale=scale) for name in self.layers}
+
+    def query_scale(self, batch: Batch) -> torch.Tensor | None:
+        """What the queries of each position are multiplied by, [*positions.shape]; None: nothing."""
+        factor, period = self.config.query_temperature, self.config.query_temperature_period
+        return query_temperature(cast(torch.Tensor, batch.positions), factor, period) if factor else None
 
     def rotary_tables(self, batch: Batch) -> dict[str, Rope | None]:
         """(cos, sin) of each kind of layer, each [*positions.shape, rotated / 2]; None for a kind without rotation.

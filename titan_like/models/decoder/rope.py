@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.models.config import RopeScaling
-from titan_like.models.decoder.config import LayerKind
+from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.fields import Field, converted, nullable, read_fields, renamed, write_fields
 from titan_like.models.hugging_face import Fields
 
 _ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
+_TEMPERATURE = "llama_4_scaling_beta"
 _TABLES = ("rope_scaling", "rope_parameters")
 
 
@@ -44,15 +45,18 @@ class Rope:
     """The fields with the rotary positions of a class."""
 
     theta: tuple[str, float] = ("rope_theta", 10_000.0)  # field and default
-    local_theta: tuple[str, float] | None = None  # of layers with a window, which have a scaling of their own
+    local_theta: tuple[str, float] | None = None  # of layers with a window, with their own scaling; "": only in tables
     fraction: tuple[str, float] | None = None  # of a head that is rotated
     # A field with that part's width, whose absence is the default above, and the width of a head if that is absent.
     rotated: tuple[str, int] | None = None
     default_scaling: Mapping[str, Any] | None = None
+    has_temperature: bool = False  # the table has the factor of query_temperature; its period is the original length
+    has_alpha: bool = False  # dynamic scaling with a fixed factor alpha of the base
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
 
-    def read(self, fields: Fields, max_seq_len: int) -> tuple[dict[str, Any], dict[str, Any], float]:
-        """rope_theta and rope_scaling of layers without and with a window, and the fraction of a head that rotates."""
+    def read(self, fields: Fields, shape: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """rope_theta and rope_scaling of layers without and with a window, and further fields of the model."""
+        max_seq_len = shape["max_seq_len"]
         # As in transformers, an empty rope_scaling is none, and another stands before rope_parameters. Without either
         # there is the class's default, and an empty rope_parameters is no scaling.
         name = _TABLES[0] if fields.get(_TABLES[0]) else _TABLES[1]
@@ -71,29 +75,37 @@ class Rope:
         theta = of_full.number("rope_theta", fields.number(*self.theta))
         if self.theta[0] != "rope_theta" and fields.number("rope_theta", theta) != theta:
             fields.refuse("rope_theta", f"but its other name {self.theta[0]} is {theta:g}; leave one of them out")
+        if self.has_alpha and "dynamic" in (of_full.get("rope_type"), of_full.get("type")):
+            size = shape["head_size"]  # NTK-aware: the longest wave becomes alpha times as long
+            theta *= of_full.positive("alpha") ** (size / (size - 2))
+            return {"rope_theta": theta, "rope_scaling": None}, {}, {}
         full = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_full, max_seq_len)}
         sliding = full
         if self.local_theta is not None:
-            theta = of_sliding.number("rope_theta", fields.number(*self.local_theta))
+            name, default = self.local_theta
+            theta = of_sliding.number("rope_theta", fields.number(name, default) if name else default)
             sliding = {"rope_theta": theta, "rope_scaling": self._read_scaling(fields, of_sliding, max_seq_len)}
         if self.fraction is not None:
             name, default = self.fraction
             if self.rotated is not None and fields.get(self.rotated[0]) is not None:
                 default = fields.integer(self.rotated[0]) / fields.integer("head_dim", self.rotated[1])
-            return full, sliding, self._read_fraction(fields, of_full, name, default)
+            return full, sliding, {"rotary_fraction": self._read_fraction(fields, of_full, name, default)}
         if full["rope_scaling"] or sliding["rope_scaling"]:  # else transformers does not read it
             of_full.must_be(_FRACTION, None, 1.0, 1)
             fields.must_be(_FRACTION, None, 1.0, 1)
-        return full, sliding, 1.0
+        return full, sliding, self._read_temperature(of_full) if self.has_temperature else {}
 
-    def write(self, fraction: float, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
+    def write(self, config: DecoderConfig, full: LayerKind, sliding: LayerKind) -> dict[str, Any]:
         """The fields of config.json, given the kinds of layers without and with a window."""
         none = {"rope_type": "default"}
         scaling = _written(full.rope_scaling) or (none if self.default_scaling else None)
         fields: dict[str, Any] = {self.theta[0]: full.rope_theta, "rope_scaling": scaling}
         if self.local_theta is not None:
-            fields[self.local_theta[0]] = sliding.rope_theta
-            if sliding.rope_scaling is not None:  # which needs a table for each type of layer
+            name, default = self.local_theta
+            if name:
+                fields[name] = sliding.rope_theta
+            # What else differs needs a table for each type of layer.
+            if sliding.rope_scaling is not None or (not name and sliding.rope_theta != default):
                 kinds = {"full_attention": full, "sliding_attention": sliding}
                 tables = {
                     name: {"rope_theta": kind.rope_theta} | (_written(kind.rope_scaling) or none)
@@ -101,10 +113,20 @@ class Rope:
                 }
                 fields |= {"rope_scaling": None, "rope_parameters": tables}
         if self.fraction is not None:
-            fields[self.fraction[0]] = fraction
+            fields[self.fraction[0]] = config.rotary_fraction
+        if self.has_temperature:  # which the class's code needs in any case
+            table = fields["rope_scaling"] or none
+            period = config.query_temperature_period or table.get(_ORIGINAL, config.max_seq_len)
+            fields["rope_scaling"] = table | {_TEMPERATURE: config.query_temperature, _ORIGINAL: period}
         if self.is_longrope and full.rope_scaling is not None:
             fields[_ORIGINAL] = full.rope_scaling.original_max_seq_len
         return fields
+
+    def _read_temperature(self, table: Fields) -> dict[str, Any]:
+        table.get("max_position_embeddings")  # which nothing reads
+        if factor := table.number(_TEMPERATURE):
+            return {"query_temperature": factor, "query_temperature_period": table.integer(_ORIGINAL)}
+        return {}
 
     def _read_fraction(self, fields: Fields, table: Fields, name: str, default: float) -> float:
         named = fields.positive(name, default)

@@ -40,6 +40,10 @@ def _plan(config: DecoderConfig) -> dict[str, Any]:
             plan |= _below(f"layers.{number}.attention", mixers[config.kind_of(number)])
     if config.block == "sandwich":
         plan |= {f"layers.*.{block}_post_norm": "norm" for block in ("attention", "mlp")}
+    if config.block == "parallel_one_norm":
+        del plan["layers.*.mlp_norm"]
+    if config.output_bias:
+        plan["output_bias"] = "vocabulary_bias"
     if config.mtp_layers:
         mtp = f"layers.{config.num_layers}"
         plan |= {f"{mtp}.eh_proj": "replicated_linear", **{f"{mtp}.{name}norm": "norm" for name in ("e", "h", "")}}

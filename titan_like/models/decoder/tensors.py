@@ -27,7 +27,7 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
     for layer in range(numbers.stop):
         ours = f"layers.{layer}."
         theirs = {name: f"{names['layers']}.{layer}.{of_layer}" for name, of_layer in names.items()}
-        for name in _NORMS if config.block == "sandwich" else _NORMS[::2]:
+        for name in {"sandwich": _NORMS, "parallel_one_norm": _NORMS[:1]}.get(config.block, _NORMS[::2]):
             yield from _norm(config, ours + name, theirs[name])
         mixer = config.mixer_of(config.kind_of(layer))
         if isinstance(mixer, DeltaMixer):
@@ -48,10 +48,13 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
     yield from _norm(config, "norm", names["norm"])
     if not config.tied_embeddings:
         yield whole("output.weight", head, table, config.vocab_size, copies=tuple(of_head))
+    if config.output_bias:
+        yield whole("output_bias.bias", f"{names['output']}.bias", table[:1], config.vocab_size)
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
-    return linear(ours, theirs, (config.hidden_size,), config.norm == "layer")
+    if config.norm != "layer_no_weight":
+        yield from linear(ours, theirs, (config.hidden_size,), config.norm == "layer")
 
 
 def _delta_net(config: DecoderConfig, mixer: DeltaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
@@ -89,7 +92,8 @@ def _attention(
         yield whole(ours + name, theirs[name], (config.num_attention_heads,))
     norms = {"head": (head,) * 2, "all": (width, config.num_kv_heads * head)}.get(config.qk_norm, ())
     for name, size in zip(("attention.q_norm", "attention.k_norm"), norms, strict=False):
-        yield from linear(ours + name, theirs[name], (size,), False, pairs=pairs)
+        if config.norm != "layer_no_weight":
+            yield from linear(ours + name, theirs[name], (size,), config.norm == "layer", pairs=pairs)
 
 
 def _latents(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:

@@ -219,19 +219,20 @@ class SelfAttention(nn.Module):
         bias: bool,
         proj_bias: bool | None = None,
         qk_norm: Literal["none", "head", "all"] = "none",
+        norm_after_rope: bool = False,
         norm: Callable[[int, float], Norm] = nn.RMSNorm,
         has_gate: bool = False,
     ) -> None:
         """``shape`` has the sizes of the projections, and the epsilon of norms.
 
         ``bias``: of the projections; ``proj_bias``: of the output projection, if it differs. ``qk_norm``
-        normalises queries and keys before the rotation: each head by itself, as in Qwen3, or all of a token's together,
-        as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and epsilon.
+        normalises queries and keys before the rotation, or after it: each head by itself, as in Qwen3, or all of a
+        token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and epsilon.
         """
         super().__init__()
         heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
         self.head_dim = shape.head_dim
-        self.is_norm_of_heads = qk_norm == "head"
+        self.is_norm_of_heads, self.norm_after_rope = qk_norm == "head", norm_after_rope
         self.q_norm = self.k_norm = None
         if qk_norm != "none":
             q_heads, k_heads = (1, 1) if self.is_norm_of_heads else (heads, kv_heads)  # that are normalised together
@@ -246,7 +247,7 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(heads * self.head_dim, shape.hidden_size, bias=proj_bias)
 
     def forward(self, x: torch.Tensor, context: Context = _PLAIN) -> torch.Tensor:
-        """[batch, seq, hidden] → [batch, seq, hidden]. It reads ``rope``, ``document_mask`` and ``bias``."""
+        """[batch, seq, hidden] → [batch, seq, hidden]. It reads all but ``positions`` and what MLPs read."""
         batch, seq, _ = x.shape
         group = self.rows_per_kv_head
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
@@ -255,16 +256,25 @@ class SelfAttention(nn.Module):
         gate = None
         if self.has_gate:
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
-        if self.q_norm is not None and self.k_norm is not None:
-            if self.is_norm_of_heads:
-                q, k = self.q_norm(q), self.k_norm(k)
-            else:
-                q, k = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        if not self.norm_after_rope:
+            q, k = self.normalise(q, k)
         if context.rope is not None:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
+        if self.norm_after_rope:
+            q, k = self.normalise(q, k)
+        if context.query_scale is not None:
+            q = q * context.query_scale[..., None, None].type_as(q)
         masks = context.document_mask, context.bias
         attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks).transpose(1, 2)
         return self.proj((attended if gate is None else attended * gate.sigmoid()).flatten(2, 3))
+
+    def normalise(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, [batch, seq, heads, head_dim] each, after their norms, if there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if self.is_norm_of_heads:
+            return self.q_norm(q), self.k_norm(k)
+        return self.q_norm(q.flatten(2)).view(q.shape), self.k_norm(k.flatten(2)).view(k.shape)
 
 
 ATTENTION_PLAN = {

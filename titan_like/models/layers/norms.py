@@ -28,11 +28,16 @@ class OffsetLayerNorm(OffsetNorm, nn.LayerNorm):
     """LayerNorm (arXiv 1607.06450) times 1 + weight, plus a bias."""
 
 
-def make_norm(width: int, eps: float, kind: Literal["rms", "layer"] = "rms", offset: bool = False) -> Norm:
-    """A norm over ``width`` elements."""
+Kind = Literal["rms", "layer", "layer_no_bias", "layer_no_weight"]
+
+
+def make_norm(width: int, eps: float, kind: Kind = "rms", offset: bool = False) -> Norm:
+    """A norm over ``width`` elements. A LayerNorm without a weight has no bias either, and no offset."""
     if kind == "rms":
         return OffsetRMSNorm(width, eps) if offset else nn.RMSNorm(width, eps)
-    return OffsetLayerNorm(width, eps) if offset else nn.LayerNorm(width, eps)
+    if kind == "layer_no_weight":
+        return nn.LayerNorm(width, eps, elementwise_affine=False)
+    return (OffsetLayerNorm if offset else nn.LayerNorm)(width, eps, bias=kind == "layer")
 
 
 def factor_of(norm: nn.Module, weight: torch.Tensor) -> torch.Tensor:
@@ -41,10 +46,12 @@ def factor_of(norm: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if is_offset else weight
 
 
-def normalise(norm: Norm, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def normalise(
+    norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """The norm of x with another weight and bias, such as shards; with an offset in float32 at least."""
-    factor, dtype = factor_of(norm, weight), x.dtype
-    if isinstance(norm, OffsetNorm):
+    factor, dtype = None if weight is None else factor_of(norm, weight), x.dtype
+    if isinstance(norm, OffsetNorm) and factor is not None:
         x, bias = x.to(torch.promote_types(dtype, factor.dtype)), None if bias is None else bias.to(factor.dtype)
     if isinstance(norm, nn.LayerNorm):
         return F.layer_norm(x, norm.normalized_shape, factor, bias, norm.eps).to(dtype)
