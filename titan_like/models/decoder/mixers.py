@@ -26,6 +26,9 @@ class Mixer(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     supports_masks: ClassVar[bool] = False  # whether the module heeds the context's document mask
+    # Whether the module works with fewer of the model's key-value heads than tensor ranks: it has none, or all of them
+    # are in a `SelfAttention`.
+    shares_kv_heads: ClassVar[bool] = False
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> nn.Module:
         """The module of one layer, on the current default device.
@@ -84,6 +87,7 @@ class SoftmaxMixer(Mixer):
     """`SelfAttention`."""
 
     supports_masks = True
+    shares_kv_heads = True
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
         """As in the base class."""
