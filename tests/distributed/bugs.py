@@ -53,6 +53,7 @@ RECOMPUTATION = ["--activation_checkpoint.mode", "full", *ONE]
 BUDGET = ["--activation_checkpoint.mode", "budget", "--activation_checkpoint.budget"]
 OFFLOAD = ["--activation_checkpoint.offload", "true"]
 LLAMA_TENSOR = ["--job.config_file", LLAMA, "--parallelism.zero_stage", "0", *TENSOR]
+LLAMA_TENSOR_4 = [*LLAMA_TENSOR, "--parallelism.tensor_parallel_degree", "4"]  # two ranks for each key-value head
 LORA = ["--job.config_file", LLAMA, "--lora.rank", "4", "--parallelism.zero_stage", "0"]
 ADAPTER_DROPOUT = [*LORA, "--lora.dropout", "0.1"]
 LLAMA_SEQUENCE = [*LLAMA_TENSOR, "--parallelism.sequence_parallel", "true"]
@@ -170,6 +171,8 @@ BUGS = [
     (layers.mlps_of_later_stages_not_scaled, [*DECODER, *PIPELINE], PP, Row.LOSS, "layers."),
     (layers.softmax_of_own_vocabulary, TENSOR, "tensor_parallel", Row.LOSS, "the loss"),
     (layers.key_heads_of_the_next_group, LLAMA_TENSOR, "tensor_parallel", Row.LOSS, "layers.0.attention.core"),
+    (layers.key_head_of_the_next_rank, LLAMA_TENSOR_4, TP, Row.LOSS, "layers.0.attention"),
+    (layers.gradients_of_a_shared_head_not_summed, LLAMA_TENSOR_4, TP, Row.GRADIENT, "layers."),
     (gradients.partial_gradients_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "norm.bias"),
     (gradients.all_gathers_gradient_not_summed, SEQUENCE, "sequence_parallel", Row.GRADIENT, "the loss"),
     (layers.positions_begin_anew_in_each_part, LLAMA_SEQUENCE, "sequence_parallel", Row.LOSS, "layers.0.attention"),

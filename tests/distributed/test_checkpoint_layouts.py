@@ -23,6 +23,10 @@ EXPERTS = {
 }
 
 
+ONE_KEY_HEAD = {
+    "model.family": "llama",
+    "model.overrides": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 1},
+}
 SHARED_EXPERTS = {"parallelism.expert_parallel_degree": 2}
 
 
@@ -36,6 +40,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "zero3 of 4": zero(3),
         "2 replicas of zero3": zero(3, 2),
         "2 stages of tensor 2": pipeline() | tensor(),
+        "tensor 4 for a key-value head": ONE_KEY_HEAD | tensor(4),
         "experts 4 of zero1": experts(4, zero(1)),
         "experts 2 of tensor 2 of zero2": experts(2, tensor(2, True) | zero(2)),
         "experts split over tensor 2 of zero1": SPLIT_EXPERTS | zero(1),
@@ -53,6 +58,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "1 rank": {},
         "1 rank in bfloat16": BFLOAT16,
+        "1 rank with a key-value head": ONE_KEY_HEAD,
         "1 rank with experts": EXPERTS,
         "1 rank without float8": {"model.overrides": NARROW},
     },
@@ -64,6 +70,8 @@ LOADED = {
     "1 rank": [
         name for layouts in LAYOUTS.values() for name, settings in layouts.items() if "model" not in str(settings)
     ],
+    "tensor 4 for a key-value head": ["1 rank with a key-value head"],
+    "1 rank with a key-value head": ["tensor 4 for a key-value head"],
     "experts 2 of tensor 2 of zero2": ["experts 4 of zero1", "1 rank with experts"],
     "experts split over tensor 2 of zero1": ["experts 4 of zero1"],
     "experts 4 of zero1": ["experts split over tensor 2 of zero1"],

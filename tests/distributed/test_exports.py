@@ -20,12 +20,13 @@ from titan_like.train import training_state
 MOST_BYTES = 40_000  # of a file, so that each process has some
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2}
 LLAMA = {"model.family": "llama", "model.overrides": SMALL}
+ONE_KEY_HEAD = {"model.family": "llama", "model.overrides": SMALL | {"num_kv_heads": 1}}
 EXPERTS = {"model.family": "moe", "model.overrides": SMALL | {"num_experts": 4, "expert_ffn_hidden_size": 24}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {"model.overrides": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}}),
     "zero 3": (2, LLAMA | zero(3) | {"training.dtype": "bfloat16", "parallelism.data_parallel_shard_degree": 2}),
     "expert 2": (2, EXPERTS | {"parallelism.expert_parallel_degree": 2}),
-    "tensor 2 of 2 stages": (4, LLAMA | tensor() | pipeline()),
+    "tensor 2 of 2 stages": (4, ONE_KEY_HEAD | tensor() | pipeline()),
 }
 SAVES = {"checkpoint.enable": True, "checkpoint.interval": 1, "checkpoint.keep_latest": 2}
 ALONE = {"checkpoint.enable": False, "checkpoint.async": True}

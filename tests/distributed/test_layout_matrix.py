@@ -77,6 +77,12 @@ def t5(encoder: int, decoder: int, **more: Any) -> dict[str, Any]:
     return {"model.family": "t5", "training.decoder_seq_len": 8, "model.overrides": fields | more}
 
 
+def shared_heads(kv_heads: int, **more: Any) -> dict[str, Any]:
+    """A decoder with few key-value heads."""
+    fields = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": kv_heads}
+    return {"model.family": "llama", "model.overrides": fields | more}
+
+
 def micro_batch(size: int) -> dict[str, Any]:
     return {"training.micro_batch_size": size}
 
@@ -118,6 +124,15 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {  # what the set has not: ranks a
     "one process, recompute selective, 4 microbatches": (1, recompute("selective") | micro_batch(2)),
     "t5 the first of 2 stages ends in the decoder": (2, t5(1, 4) | pipeline(2)),
     "t5 zbv, zero 3": (4, t5(3, 3) | pipeline(2, "zbv_zero_bubble") | zero(3)),
+    "4 ranks for 2 key-value heads, head norms, recompute full": (
+        4,
+        shared_heads(2, qk_norm="head") | tensor(4, True) | recompute("full"),
+    ),
+    "2 ranks for a key-value head, zero 3": (4, shared_heads(1) | tensor() | zero(3)),
+    "2 ranks for a key-value head, zbv, sequence": (
+        4,
+        shared_heads(1, num_layers=4) | tensor(2, True) | pipeline(2, "zbv_zero_bubble"),
+    ),
     **by_rules(("adafactor",), 4, "llama", zero(2, 2)),
     **by_rules(("muon",), 4, "llama", zero(3) | tensor()),
     **by_rules(("muon",), 4, "moe", tensor(2, True) | pipeline() | {"parallelism.expert_parallel_degree": 2}),
@@ -136,6 +151,11 @@ EXHAUSTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, recompute full every 2": (1, recompute("full", 2)),
     "one microbatch, zero 0": (2, zero(0) | micro_batch(4)),
     "float32, 2 stages": (2, FLOAT32 | pipeline()),
+    "4 ranks for a key-value head": (4, shared_heads(1) | tensor(4)),
+    "2 ranks for a key-value head, context": (
+        4,
+        shared_heads(1) | tensor(2, True) | {"parallelism.context_parallel_degree": 2},
+    ),
     "t5 zero 0": (2, t5(2, 2) | zero(0)),
     "t5 a unit of an encoder's and a decoder's layer, zero 3": (2, t5(1, 2, ffn_hidden_size=96) | zero(3)),
     "t5 grouped queries, tensor 2": (2, t5(2, 2, num_kv_heads=2) | tensor(2)),

@@ -20,6 +20,7 @@ from titan_like.models.registry import model_config
 from titan_like.optim.shards import local
 from titan_like.parallel.context import ContextCore
 from titan_like.parallel.data import DataParallelGroup
+from titan_like.parallel.kv_heads import SharedHeads
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import StepMemory, rank_memory
 from titan_like.planner.traffic import Amount, Message, step_traffic
@@ -79,6 +80,8 @@ CASES = [
     # tensor and sequence parallelism
     # context parallelism; how much a ring sends is in test_context.py
     case("llama cp2 all_gather zero3 half recompute", context("all_gather") | zero(3) | HALF | FULL),
+    # two ranks for each key-value head
+    case("llama tp4 sequence half recompute", tensor(4, True) | HALF | FULL, num_kv_heads=2),
     case("llama cp2 ulysses zero0", context("ulysses") | zero(0), num_kv_heads=4),
     # together
     case("bert pp2 split v sequence", SEQUENCE | V_SHAPED | zero(0)),
@@ -184,6 +187,8 @@ def measure_case(folder: Path, case: Case) -> dict[str, Any]:
     for core in trainer.model.stages[0].module.modules():
         if isinstance(core, ContextCore):
             groups["cp"] = _resolve_process_group(core.group.name)
+        if isinstance(core, SharedHeads):
+            groups["kv"] = _resolve_process_group(core.kv_group.name)
     ranks = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
     with RecordCollectives(ranks["pp"], trainer) as collectives:
         steps_alone(trainer, 1)

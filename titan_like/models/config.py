@@ -172,6 +172,11 @@ class TransformerConfig(BaseModel):
         return {"ffn_hidden_size": self.ffn_hidden_size}
 
     @property
+    def owner_of_kv_heads(self) -> str:
+        """What does not support several tensor ranks per key-value head; empty if they can share each of them."""
+        return f"{type(self).__name__}'s attention"
+
+    @property
     def attention_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_dim

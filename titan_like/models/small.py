@@ -13,9 +13,9 @@ def small_fields(
 ) -> dict[str, Any]:
     """Fields of the small model.
 
-    Every tensor-parallel process gets twice ``groups`` groups of heads, whose order within a process can be wrong. The
-    initial weights grow by √(ratio of the hidden sizes), which keeps the scale of the activations. With ``float8`` all
-    sides of matrices are multiples of 16, which float8 products need.
+    Every tensor-parallel process gets twice ``groups`` groups of heads, whose order within a process can be wrong. If
+    several share a key-value head, they still do. The initial weights grow by √(ratio of the hidden sizes), which keeps
+    the scale of the activations. With ``float8`` all sides of matrices are multiples of 16, which float8 products need.
     """
     queries = model.num_attention_heads // model.num_kv_heads
     kv_heads = 1 if model.num_kv_heads == 1 else 2 * groups * tensor
@@ -23,6 +23,11 @@ def small_fields(
     head_dim = 8 if heads <= 8 else 4
     if on_gpus and not model.has_decoder:  # attention with a position bias never uses FlexAttention
         head_dim = FLEX_HEAD_DIM
+    ranks = original_tensor // model.num_kv_heads  # that share a key-value head, if there are several
+    if ranks > 1 and tensor > 1:
+        kv_heads, heads = max(1, tensor // ranks), tensor * min(2, model.num_attention_heads // original_tensor)
+        multiple = 8 * ranks if float8 else 2 * ranks
+        head_dim = -(-head_dim // multiple) * multiple
     hidden = heads * head_dim
     unit = 16 * tensor if float8 else tensor
     ffn = max(1, round(model.ffn_hidden_size / model.hidden_size * hidden / unit)) * unit

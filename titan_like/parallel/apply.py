@@ -28,9 +28,10 @@ from titan_like.parallel.context import apply_context_parallel
 from titan_like.parallel.cuda_graph import GraphedModel
 from titan_like.parallel.data import DataParallel, shares_nothing
 from titan_like.parallel.experts import apply_expert_parallel
+from titan_like.parallel.kv_heads import share_heads
 from titan_like.parallel.layout import method_of, resolve_layout
 from titan_like.parallel.lora import add_adapters, freeze
-from titan_like.parallel.mesh import build_expert_mesh, context_group
+from titan_like.parallel.mesh import build_expert_mesh, context_group, kv_group
 from titan_like.parallel.model import ParallelModel, Stage, WholeModel, stages_of_tied_parameters
 from titan_like.parallel.offload import offload_activations
 from titan_like.parallel.schedules.tables import SPLIT_BACKWARD
@@ -105,7 +106,9 @@ def build_stages(recipe: Recipe, splits: Mapping[int, StageLayers]) -> tuple[lis
     context = context_group(layout) if layout.context > 1 else None
     has_own_mesh = has_experts(recipe.model) and layout.splits_experts
     expert_mesh = build_expert_mesh(layout, mesh.device_type) if has_own_mesh else None
-    return [build_stage(recipe, index, split, context, expert_mesh) for index, split in splits.items()], expert_mesh
+    shares_heads = layout.ranks_per_kv_head(recipe.model.num_kv_heads) > 1
+    groups = context, kv_group(layout, recipe.model.num_kv_heads) if shares_heads else None
+    return [build_stage(recipe, index, split, *groups, expert_mesh) for index, split in splits.items()], expert_mesh
 
 
 def build_stage(
@@ -113,9 +116,12 @@ def build_stage(
     index: int,
     split: StageLayers,
     context: Group | None = None,
+    heads: Group | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> Stage:
     """Build one stage on the meta device, apply every parallelism in order, and allocate this process's part.
+
+    ``context`` is the CP group, and ``heads`` has the ranks that share a key-value head, if any do.
 
     Raises a `ConfigError` if the tensor-parallel plan, or float8, does not fit the model.
     """
@@ -137,6 +143,8 @@ def build_stage(
     if layout.tensor > 1:
         with blamed_on("model.family", config.model.family, after="; correct the family's sharding module"):
             apply_tensor_parallel(module, mesh["tp"], layout.sequence_parallel)
+    if heads is not None:
+        share_heads(module, heads)
     if config.lora.rank:
         freeze(module, dtype)
     if context is not None:

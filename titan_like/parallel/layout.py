@@ -128,6 +128,10 @@ class Layout:
         """Pipeline rank of each stage."""
         return stage_ranks(self.schedule, self.pipeline, self.virtual_stages)
 
+    def ranks_per_kv_head(self, num_kv_heads: int) -> int:
+        """Number of neighbouring tensor ranks that share a key-value head: more than 1 if there are more ranks."""
+        return max(1, self.tensor // num_kv_heads)
+
     def data_rank(self, rank: int) -> int:
         """Number of a rank among the `data_parallel` ranks that see different samples."""
         return rank // (self.context * self.tensor) % self.data_parallel
@@ -201,7 +205,7 @@ def best_method(model: TransformerConfig, size: int, tensor: int, may_be_ring: b
     all_gather, and (2h + 2k)d / size with ulysses. For each token of a CP shard, gathered keys and values are 2kd ·
     size elements. What else a layer keeps is about four times the widths of residual stream, attention and MLP.
     """
-    heads, kv_heads = model.num_attention_heads, model.num_kv_heads
+    heads, kv_heads = model.num_attention_heads, max(model.num_kv_heads, tensor)
     if model.has_decoder:
         return Method("all_gather", "other methods have no position biases")
     sent = (heads + kv_heads) / (size * kv_heads)

@@ -41,6 +41,16 @@ def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 def context_group(layout: Layout) -> Group:
     """This rank's CP group. All processes of the job call it."""
     ranks = torch.arange(layout.num_processes).view(-1, layout.context, layout.tensor).transpose(1, 2)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, layout.context).tolist(), group_desc="cp")
+    return _group(ranks.reshape(-1, layout.context), "cp")
+
+
+def kv_group(layout: Layout, num_kv_heads: int) -> Group:
+    """The tensor-parallel ranks that share a key-value head with this one. All processes of the job call it."""
+    return _group(torch.arange(layout.num_processes).view(-1, layout.ranks_per_kv_head(num_kv_heads)), "kv")
+
+
+def _group(ranks: torch.Tensor, name: str) -> Group:
+    """This rank's group. A row of ``ranks`` is a group."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), group_desc=name)
     assert group is not None
     return Group(group.group_name, group.size(), group.rank())

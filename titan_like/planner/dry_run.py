@@ -163,6 +163,7 @@ def dry_run(config: JobConfig) -> DryRun:
     shards = {name: coordinate for name, (coordinate, _) in coordinates.items()}
     traffic = step_traffic(work, pipeline_rank, shards)
     groups = {name: size for name, (_, size) in coordinates.items()} | {"cp": layout.context, "dp": layout.weight_ranks}
+    groups["kv"] = layout.ranks_per_kv_head(model.num_kv_heads)
     groups |= {"expert_dp": layout.replicate * layout.expert_shards, HOST: 1}
     # Rules of other packages are taken to send nothing.
     for names, kind, calls, size in optimizer.traffic() if isinstance(optimizer, ShardedOptimizer) else ():

@@ -25,14 +25,14 @@ def check_sequence(config: JobConfig, model: TransformerConfig, layout: Layout) 
 
 def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
     """Refuse a degree that does not divide the model's matrices, and sequence parallelism with a degree of 1."""
-    sizes = {
-        "num_attention_heads": model.num_attention_heads,
-        "num_kv_heads": model.num_kv_heads,
-        **model.split_widths,
-    }
+    sizes = {"num_attention_heads": model.num_attention_heads, **model.split_widths}
+    shares_heads = layout.ranks_per_kv_head(model.num_kv_heads) > 1
+    sizes |= {} if shares_heads else {"num_kv_heads": model.num_kv_heads}
     for name, size in sizes.items():
         reason = f"does not divide the model's {name} ({size}); use a divisor of it"
         require(size % layout.tensor == 0, "parallelism.tensor_parallel_degree", layout.tensor, reason)
+    if shares_heads:
+        check_shared_heads(config, model, layout)
     if layout.tensor > 1:
         model.check_tensor_parallel()
     rows = -(-model.padded_vocab_size // layout.tensor)  # on every process except the last, which takes the remainder
@@ -47,6 +47,21 @@ def check_tensor_parallel(config: JobConfig, model: TransformerConfig, layout: L
         reason = needs_whole_sequences(model, in_blocks=True) or ""
         hint = "outside of TP blocks a rank has only a part of each; set it to false"
         require(not reason, "parallelism.sequence_parallel", True, f"{config.model.family}: {reason}, but {hint}")
+
+
+def check_shared_heads(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
+    """Refuse more tensor ranks than key-value heads where they cannot share them."""
+    ranks, owner = layout.ranks_per_kv_head(model.num_kv_heads), model.owner_of_kv_heads
+    key, reason = (
+        "parallelism.tensor_parallel_degree",
+        f"does not divide the model's num_kv_heads ({model.num_kv_heads})",
+    )
+    refuse(config,
+        (owner, key, f"{reason}, and {owner} does not support several ranks per key-value head; use a divisor of it"),
+        (layout.tensor % model.num_kv_heads, key, f"{reason}; use a divisor or a multiple of it"),
+        (model.head_dim % ranks, key,
+         f"gives {ranks} ranks to each key-value head, which do not divide its head_dim ({model.head_dim}); use a "
+         "smaller one"))  # fmt: skip
 
 
 def check_pipeline(config: JobConfig, model: TransformerConfig, layout: Layout) -> None:
@@ -132,7 +147,8 @@ def check_context_parallel(config: JobConfig, model: TransformerConfig, layout: 
         return
     from titan_like.parallel.whole_sequences import needs_whole_sequences  # imports torch
 
-    dropout, family, heads = getattr(model, "dropout", 0), config.model.family, model.num_kv_heads // layout.tensor
+    dropout, family = getattr(model, "dropout", 0), config.model.family
+    heads = max(1, model.num_kv_heads // layout.tensor)  # of keys and values on each rank
     degree_key, method_key = "parallelism.context_parallel_degree", "parallelism.context_parallel_method"
     needs_whole = needs_whole_sequences(model, in_blocks=False)
     refuse(config,

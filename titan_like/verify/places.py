@@ -105,7 +105,10 @@ def compare_outputs(watch: StepWatch, outputs: Outputs, reference: Reference, re
         whole = reference.whole(key)
         # Position embeddings [seq, hidden] and relative biases [1, heads, seq, seq] have the whole batch's gradient.
         has_samples = whole.ndim > 2 and len(whole) > 1
-        if place[0] != FORWARD and not has_samples:
+        # Ranks that share a key-value head have partial sums of its gradient.
+        shared = trainer.run.model.num_kv_heads
+        is_partial = whole.ndim == 4 and shared < trainer.mesh["tp"].size() and shared in whole.shape[1:3]
+        if place[0] != FORWARD and (is_partial or not has_samples):
             continue
         for microbatch, value in by_microbatch.items():
             if microbatch < len(watch.drawn):
@@ -133,7 +136,10 @@ def part_like(value: torch.Tensor, whole: torch.Tensor, trainer: Trainer) -> tor
             pieces = [piece.index_select(dim, local) for piece, local in zip(pieces, positions, strict=True)]
         if sum(piece.shape[dim] for piece in pieces) != value.shape[dim]:
             chunks = [piece.chunk(tensor.size(), dim) for piece in pieces]
-            pieces = [parts[min(tensor.get_local_rank(), len(parts) - 1)] for parts in chunks]
+            rank = tensor.get_local_rank()
+            if whole.ndim == 4:  # fewer key-value heads than ranks, which share them
+                rank = rank * len(chunks[0]) // tensor.size()
+            pieces = [parts[min(rank, len(parts) - 1)] for parts in chunks]
         whole = torch.cat(pieces, dim)
     return whole
 

@@ -15,8 +15,8 @@ from titan_like.models.gpt.model import GPT
 from titan_like.models.layers import cross_entropy, init
 from titan_like.models.layers.attention import SelfAttention
 from titan_like.models.transformer import Transformer
-from titan_like.parallel import apply, tensor_styles
-from titan_like.parallel.collectives import Group
+from titan_like.parallel import apply, kv_heads, tensor_styles
+from titan_like.parallel.collectives import Group, gathered
 from titan_like.parallel.split import StageLayers
 
 
@@ -83,6 +83,22 @@ def key_heads_of_the_next_group(original: Any, module: nn.Module, *mesh: Any) ->
     original(module, *mesh)
     forward = module.forward
     module.forward = lambda q, k, v, *mask: forward(q, k.roll(1, 1), v.roll(1, 1), *mask)
+
+
+@bug(kv_heads, "gathered")
+def gradients_of_a_shared_head_not_summed(original: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The gradient of a key-value head that ranks share comes from the queries of one of them alone."""
+    parts = list(original(x, group).detach().unbind())
+    parts[group.rank] = x
+    return torch.stack(parts)
+
+
+@bug(kv_heads.SharedHeads, "forward")
+def key_head_of_the_next_rank(original: Any, self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The last of the ranks that share a key-value head takes the next ranks' head."""
+    heads, rank = original(self, x), (self.tensor_group.rank + 1) % self.tensor_group.size
+    keys = gathered(heads[..., self.queries :], self.tensor_group)[rank]
+    return torch.cat((heads[..., : self.queries], keys), -1)
 
 
 @bug(tensor_styles, "all_gather")

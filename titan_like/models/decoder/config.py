@@ -248,6 +248,14 @@ class DecoderConfig(WithHeadSize, WithExperts):
             require(mixer is None or mixer.has_plan, f"kinds.{name}.mixer", kind.mixer, reason)
 
     @property
+    def owner_of_kv_heads(self) -> str:
+        """As in the base class: a norm over all heads, or a mixer that does not say otherwise."""
+        if self.qk_norm == "all":
+            return 'qk_norm "all"'
+        kinds = (name for name in self.kind_names if not self.mixer_of(name).shares_kv_heads)
+        return next((f"the mixer of kinds.{name}" for name in kinds), "")
+
+    @property
     def named_classes(self) -> tuple[type, ...]:
         """The mixers."""
         return tuple(type(self.mixer_of(name)) for name, kind in self.kinds.items() if kind.mixer)

@@ -29,6 +29,9 @@ class Mixer(BaseModel):
 
     supports_masks: ClassVar[bool] = False  # whether the module heeds the context's document mask
     supports_prefixes: ClassVar[bool] = True  # whether it does so too where positions of a prefix see each other
+    # Whether the module works with fewer of the model's key-value heads than tensor ranks: it has none, or all of them
+    # are in a `SelfAttention`.
+    shares_kv_heads: ClassVar[bool] = False
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> nn.Module:
         """The module of one layer, on the current default device.
@@ -93,6 +96,7 @@ class SoftmaxMixer(Mixer):
     """`SelfAttention`."""
 
     supports_masks = True
+    shares_kv_heads = True
 
     gate: bool = Field(False, description="the sigmoid of a gate, projected as queries are, multiplies the result")
 
@@ -136,6 +140,7 @@ class DeltaMixer(Mixer):
 
     supports_masks = True
     supports_prefixes = False
+    shares_kv_heads = True  # it has none
 
     key_heads: int = Field(gt=0, le=2**20, description="heads of queries and keys")
     value_heads: int = Field(gt=0, le=2**20, description="heads of values, a multiple of key_heads")
