@@ -41,6 +41,10 @@ def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 def context_group(layout: Layout) -> Group:
     """This rank's CP group. All processes of the job call it."""
     ranks = torch.arange(layout.num_processes).view(-1, layout.context, layout.tensor).transpose(1, 2)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, layout.context).tolist(), group_desc="cp")
+    groups, world = ranks.reshape(-1, layout.context).tolist(), dist.group.WORLD
+    if world is not None and world.bound_device_id is not None:  # NCCL: one split makes all groups, as in DeviceMesh
+        group = dist.split_group(world, groups, group_desc="cp")
+    else:
+        group, _ = dist.new_subgroups_by_enumeration(groups, group_desc="cp")
     assert group is not None
     return Group(group.group_name, group.size(), group.rank())
