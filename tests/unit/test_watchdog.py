@@ -65,6 +65,20 @@ def test_ranks_that_never_gave_a_sign_are_named() -> None:
     assert find_fault(4, before, after) == "ranks 1, 3 never sent a first heartbeat"
 
 
+@pytest.mark.parametrize(("missing", "most_checks"), [((), 1), ((4095,), 25), ((0, 7, 4000), 75)])
+def test_a_look_at_many_ranks_takes_few_requests(
+    monkeypatch: pytest.MonkeyPatch, store: dist.Store, missing: tuple[int, ...], most_checks: int
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4096)
+    watchdog, checks, check = Watchdog(timeout=600.0), [], dist.PrefixStore.check
+    assert watchdog.size / watchdog.seconds_between_heartbeats <= 2000
+    for rank in {*range(4096)} - {*missing}:
+        store.set(str(rank), json.dumps(asdict(SIGN)))
+    monkeypatch.setattr(dist.PrefixStore, "check", lambda self, keys: checks.append(keys) or check(self, keys))
+    assert {*range(4096)} - {*watchdog._heartbeats()} == {*missing}
+    assert len(checks) <= most_checks  # one, or two for each halving: 2 log2(4096) + 1 for each that is missing
+
+
 def waits_for_others(events: threading.Event, _: queue.Queue[int]) -> None:
     events.wait()
 

@@ -144,8 +144,7 @@ def resume(
     for step in reversed(usable):
         path = step_folders.checkpoint_path(folder, step)
         try:
-            agree(unreadable(path))  # else ranks that can read it would wait in the collective load
-            state = load_checkpoint(path, model, optimizer)
+            state = load_checkpoint(path, model, optimizer, reader=readable_by_all(path))
         except Exception as error:  # whatever a damaged file raises
             if dist.get_rank() == 0:
                 print(f"checkpoint {path} is damaged and is not used ({first_line(error)})", flush=True)
@@ -166,15 +165,16 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     may_lack: tuple[str, ...] = (),
     base: bool = False,
+    reader: TensorReader | None = None,
 ) -> step_folders.RunState:
     """Load a checkpoint into the model and the optimizer, in any layout.
 
     Without an optimizer only weights and buffers are loaded, with ``base`` as in `model_tensors`. Weights of the
-    modules ``may_lack``, and buffers, keep their values if the checkpoint lacks them. If a file is damaged, every rank
-    raises an exception of any type.
+    modules ``may_lack``, and buffers, keep their values if the checkpoint lacks them. ``reader`` may have read the
+    metadata already. If a file is damaged, every rank raises an exception of any type.
     """
     run = step_folders.read_run_state(path)
-    reader = TensorReader(path)
+    reader = reader or TensorReader(path)
     stored = reader.read_metadata().state_dict_metadata  # read here for its own error, which dcp.load hides
     new = (_BUFFERS, *(f"model.{name}." for name in may_lack))
     tensors = model_tensors(model, base)
@@ -197,11 +197,21 @@ def load_checkpoint(
     return run
 
 
-def unreadable(path: Path) -> str | None:
+def readable_by_all(path: Path) -> TensorReader:
+    """A reader of a checkpoint, with its metadata. Every rank calls this.
+
+    Raises a `RunError` on every rank if one of them cannot read it, or the others would wait for it in the load.
+    """
+    reader = TensorReader(path)
+    agree(unreadable(path, reader))
+    return reader
+
+
+def unreadable(path: Path, reader: TensorReader | None = None) -> str | None:
     """Why this process cannot read the metadata of a checkpoint; None if it can. Does not read tensors."""
     try:
         step_folders.read_run_state(path)
-        TensorReader(path).read_metadata()
+        (reader or TensorReader(path)).read_metadata()
     except StorageError:  # not damage: the job ends instead of resuming from an older checkpoint
         raise
     except Exception as error:  # whatever a damaged file raises
@@ -249,10 +259,19 @@ def agree(reason: str | None) -> None:
 
 
 def first_reason(reason: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """The first rank that gives a reason, with that reason, on every rank; None if no rank gives one."""
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason, group=group)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None), None)
+    """The first rank that gives a reason, with that reason, on every rank; None if no rank gives one.
+
+    ``group`` has all ranks. Reasons are not gathered, which would take each rank a message from every other.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    first = torch.tensor(size if reason is None else rank, device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    if first == size:
+        return None
+    reasons = [reason]
+    dist.broadcast_object_list(reasons, src=int(first), group=group)
+    return f"rank {int(first)}: {reasons[0]}"
 
 
 def is_checkpoint(path: Path) -> bool:

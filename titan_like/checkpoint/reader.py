@@ -1,7 +1,10 @@
 """Reads untrusted sharded checkpoints: only objects of tensor metadata are ever constructed."""
 
+import gc
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import prod
@@ -94,7 +97,11 @@ class TensorReader(FileSystemReader):
         if self._metadata is not None:
             return self._metadata
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
+            content = io.BytesIO(file.read())
+        with (
+            _without_garbage_collection()
+        ):  # of many ranks' metadata it makes millions of objects, none of them garbage
+            metadata = _MetadataUnpickler(content).load()
         _check(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -122,6 +129,17 @@ class TensorReader(FileSystemReader):
             raise RuntimeError(f"{sinfo.relative_path} does not match its checksum")
         stored.seek(0)
         return stored
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _is_as_written(archive: io.BytesIO) -> bool:

@@ -51,7 +51,12 @@ class SaveError(Exception):
 
 
 def background_group() -> dist.ProcessGroup:
-    """A process group of all ranks for the saving thread, whose collectives must not mix with training's."""
+    """A process group of all ranks for the saving thread, whose collectives must not mix with training's.
+
+    A rank connects only to those that it exchanges messages with, at the first. gloo's default is a connection between
+    any two ranks, for which each rank reads n addresses of O(n) bytes from the job's store.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return dist.new_group(backend="gloo")
 
 

@@ -51,6 +51,10 @@ def kv_group(layout: Layout, num_kv_heads: int) -> Group:
 
 def _group(ranks: torch.Tensor, name: str) -> Group:
     """This rank's group. A row of ``ranks`` is a group."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), group_desc=name)
+    groups, world = ranks.tolist(), dist.group.WORLD
+    if world is not None and world.bound_device_id is not None:  # NCCL: one split makes all groups, as in DeviceMesh
+        group = dist.split_group(world, groups, group_desc=name)
+    else:
+        group, _ = dist.new_subgroups_by_enumeration(groups, group_desc=name)
     assert group is not None
     return Group(group.group_name, group.size(), group.rank())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titan_like.checkpoint.loader import agree, is_checkpoint, load_checkpoint, on_each_rank, unreadable
+from titan_like.checkpoint.loader import is_checkpoint, load_checkpoint, on_each_rank, readable_by_all
 from titan_like.checkpoint.step_folders import RunState, read_run_state
 from titan_like.config.errors import RunError, first_line, require
 from titan_like.config.load import edit
@@ -101,8 +101,7 @@ def load_initial_weights(path: str, model: ParallelModel, ignore: Collection[str
     folder, may_lack = initial_folder(path), model.stages[0].module.may_be_new
     try:
         if is_checkpoint(folder):
-            agree(unreadable(folder))  # all ranks fail together, or some would wait for the others in the load
-            load_checkpoint(folder, model, may_lack=may_lack, base=True)
+            load_checkpoint(folder, model, may_lack=may_lack, base=True, reader=readable_by_all(folder))
         elif reason := on_each_rank(partial(read_weights, folder, model, may_lack, ignore)):
             raise RunError(reason)
     except Exception as error:  # a damaged file may raise anything

@@ -63,8 +63,9 @@ class Watchdog:
     def __init__(self, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout
-        self.period = min(2.0, timeout / 12)  # seconds
-        self.seconds_between_heartbeats = min(self.period, max(0.25, self.size / _HEARTBEATS_PER_SECOND))
+        fewest = self.size / _HEARTBEATS_PER_SECOND  # seconds between heartbeats that the store can receive
+        self.period = min(max(2.0, fewest), timeout / 12)  # seconds
+        self.seconds_between_heartbeats = min(self.period, max(0.25, fewest))
         # Returns (optimizer steps done, a number that grows with the work done). The training code replaces it.
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         # Before the first step is done these numbers hardly change, so then any movement of the main thread counts.
@@ -178,9 +179,16 @@ class Watchdog:
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         """Read the newest heartbeat of each rank that has sent one."""
-        known = [rank for rank in range(self.size) if self._store.check([str(rank)])]
+        known = self._with_heartbeat(range(self.size))
         values = self._store.multi_get([str(rank) for rank in known]) if known else []
         return {rank: Heartbeat(**json.loads(value)) for rank, value in zip(known, values, strict=True)}
+
+    def _with_heartbeat(self, ranks: range) -> list[int]:
+        """The ranks that have sent a heartbeat: one request if all have, and log n for each that has not."""
+        if self._store.check([str(rank) for rank in ranks]):
+            return [*ranks]
+        middle = len(ranks) // 2
+        return self._with_heartbeat(ranks[:middle]) + self._with_heartbeat(ranks[middle:]) if middle else []
 
     def _log_once(self, error: Exception) -> None:
         if (kind := type(error).__name__) not in self._logged:
