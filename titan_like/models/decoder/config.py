@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from titan_like.config.entry_points import find_entry, load_entry
 from titan_like.config.errors import require
-from titan_like.models.config import RopeScaling, Scaling, WithExperts, WithHeadSize
+from titan_like.models.config import WithExperts, WithHeadSize
+from titan_like.models.rope_scaling import RopeScaling, Scaling
 
 if TYPE_CHECKING:
     from titan_like.models.decoder.mixers import Mixer

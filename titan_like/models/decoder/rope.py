@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_like.models.config import RopeScaling
 from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.fields import Field, converted, nullable, read_fields, renamed, write_fields
 from titan_like.models.hugging_face import Fields
+from titan_like.models.rope_scaling import RopeScaling
 
 _ORIGINAL, _FRACTION = "original_max_position_embeddings", "partial_rotary_factor"
 _TEMPERATURE = "llama_4_scaling_beta"

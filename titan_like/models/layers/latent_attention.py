@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from titan_like.models.batch import Context
-from titan_like.models.config import RopeScaling
 from titan_like.models.layers.attention import AttentionCore
 from titan_like.models.layers.positions import apply_rope
+from titan_like.models.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
     from titan_like.models.decoder.config import DecoderConfig

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_like.models.config import RopeScaling
+from titan_like.models.rope_scaling import RopeScaling
 
 
 def rope_frequencies(
