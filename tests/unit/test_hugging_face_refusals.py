@@ -106,7 +106,7 @@ def test_a_damaged_generation_config_is_not_copied(gpt: Path, content: str) -> N
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("model_type", "gemma", "config.json has model_type = "),
+        ("model_type", "falcon", "config.json has model_type = "),
         ("architectures", ["LlamaForSequenceClassification"], "config.json has architectures = "),
         ("architectures", "LlamaForCausalLM", "config.json has architectures = "),
         ("hidden_act", "mish", "config.json has hidden_act = "),
