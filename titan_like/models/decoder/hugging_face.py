@@ -40,7 +40,7 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
 }
 _NOT_COMPARED = {"vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
-_NOT_COMPARED |= {"round_embedding_scale"}
+_NOT_COMPARED |= {"round_embedding_scale", "num_shared_experts", "shared_ffn_hidden_size"}
 
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
@@ -109,6 +109,7 @@ def _compared(config: DecoderConfig, has_kinds: bool) -> dict[str, Any]:
     return values | {
         "balance": config.balance == "bias" and config.num_experts > 0,
         "attention_scale": config.score_scale,
+        "num_shared_experts": config.shared_width,
     }
 
 
