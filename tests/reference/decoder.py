@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.reference.delta_net import delta_net
+from tests.reference.rope import frequency_of, latent_factor, magnitude
 
 Fields = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
@@ -244,7 +245,7 @@ class _Decoder:
         shared_key = self.rotate(shared_key, kind, rope)
         of_queries = self.linear(f"{name}.heads.q", queries_from).split(nope + rope, -1)
         of_keys = self.linear(f"{name}.heads.kv", latent).split(nope + value, -1)
-        scale = fields["attention_scale"] or (nope + rope) ** -0.5 * _latent_factor(kind["rope_scaling"])
+        scale = fields["attention_scale"] or (nope + rope) ** -0.5 * latent_factor(kind["rope_scaling"])
         heads = []
         for i in range(fields["num_attention_heads"]):
             q = torch.cat((of_queries[i][..., :nope], self.rotate(of_queries[i][..., nope:], kind, rope)), -1)
@@ -277,9 +278,9 @@ class _Decoder:
         scaling = kind["rope_scaling"] and dict(kind["rope_scaling"])
         seq_len, parts = self.sample.tokens.shape[1], list(x.unbind(-1))
         for pair in range(size // 2):
-            frequency = _frequency(pair, size, kind["rope_theta"], scaling, seq_len)
+            frequency = frequency_of(pair, size, kind["rope_theta"], scaling, seq_len)
             angle = self.sample.positions.to(x.dtype) * frequency
-            cos, sin = _magnitude(scaling) * angle.cos(), _magnitude(scaling) * angle.sin()
+            cos, sin = magnitude(scaling) * angle.cos(), magnitude(scaling) * angle.sin()
             a, b = x[..., pair], x[..., pair + size // 2]
             parts[pair], parts[pair + size // 2] = a * cos - b * sin, b * cos + a * sin
         return torch.stack(parts, -1)
@@ -360,62 +361,3 @@ class _Decoder:
             balance = balance + self.fields["num_experts"] * (load * shares).sum()
             z = z + logits[number].exp().sum().log() ** 2
         self.experts[name] = Experts(sent, balance, z)
-
-
-def _latent_factor(scaling: Fields | None) -> float:
-    """DeepSeek's factor on the scores where yarn has `mscale_all_dim`."""
-    scaling = scaling and dict(scaling)
-    if not scaling or scaling["type"] != "yarn":
-        return 1.0
-    return (0.1 * scaling["mscale_all_dim"] * math.log(max(scaling["factor"], 1)) + 1) ** 2
-
-
-def _frequency(pair: int, size: int, theta: float, scaling: Fields | None, seq_len: int) -> float:
-    """Angle per position of one pair of dimensions."""
-    frequency = theta ** (-2 * pair / size)
-    match scaling and scaling["type"]:
-        case None:
-            return frequency
-        case "linear":  # arXiv 2306.15595
-            return frequency / scaling["factor"]
-        case "longrope":  # arXiv 2402.13753
-            is_long = seq_len > scaling["original_max_seq_len"]
-            return frequency / scaling["long_factors" if is_long else "short_factors"][pair]
-        case "llama3":
-            wave = 2 * math.pi / frequency
-            longest = scaling["original_max_seq_len"] / scaling["low_freq_factor"]
-            shortest = scaling["original_max_seq_len"] / scaling["high_freq_factor"]
-            if wave < shortest:
-                return frequency
-            if wave > longest:
-                return frequency / scaling["factor"]
-            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-            smooth = (scaling["original_max_seq_len"] / wave - low) / (high - low)
-            return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
-        case "yarn":  # arXiv 2309.00071, section 3.2
-
-            def pair_of(turns: float) -> float:
-                return size * math.log(scaling["original_max_seq_len"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-            low, high = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
-            if scaling["truncate"]:
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, size - 1)
-            high = high + 0.001 if low == high else high
-            ramp = min(max((pair - low) / (high - low), 0), 1)
-            return frequency * (1 - ramp) + frequency / scaling["factor"] * ramp
-    raise AssertionError(scaling)
-
-
-def _magnitude(scaling: Fields | None) -> float:
-    """Factor on cos and sin."""
-    if not scaling or scaling["type"] not in ("yarn", "longrope"):
-        return 1.0
-    if scaling["attention_factor"]:
-        return scaling["attention_factor"]
-    log = math.log(max(scaling["factor"], 1))
-    if scaling["type"] == "longrope":
-        return math.sqrt(1 + log / math.log(scaling["original_max_seq_len"])) if log else 1.0
-    if scaling["mscale"] and scaling["mscale_all_dim"]:
-        return (0.1 * scaling["mscale"] * log + 1) / (0.1 * scaling["mscale_all_dim"] * log + 1)
-    return 0.1 * log + 1

@@ -79,7 +79,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"router_bias": True},
         {"expert_bias": True},
         {"num_shared_experts": 2},
-        {"num_shared_experts": 1, "shared_expert_gate": True},
+        {"num_shared_experts": 1, "shared_expert_gate": True, "shared_ffn_hidden_size": 10},
     ],
     "embedding": [
         {"vocab_multiple": 8},
@@ -96,6 +96,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
 # Fields that change nothing here, with what compares them.
 LEFT_OUT = {
     "max_seq_len": "no table depends on it",
+    "stores_rope_in_halves": "files alone, which tests/unit/test_decoder_hugging_face.py compares",
     "init_std": "initial weights, which tests/unit/test_models.py compares",
 }
 
@@ -145,7 +146,7 @@ def fields_of(row: Row) -> dict[str, Any]:
     if not fields.get("num_experts"):
         fields = {name: value for name, value in fields.items() if name not in ("router_bias", "expert_bias")}
         fields.pop("num_shared_experts", None)
-        fields.pop("shared_expert_gate", None)
+        fields = {name: value for name, value in fields.items() if not name.startswith("shared_")}
     return fields
 
 

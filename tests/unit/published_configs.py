@@ -134,6 +134,15 @@ READ: dict[str, tuple[Table, str]] = {
            use_sliding_window=False, sliding_window=None, max_window_layers=48, use_qk_norm=True, qkv_bias=False),
         "use_qk_norm",
     ),
+    "Qwen3-Next 80B A3B": (
+        of("qwen3_next", "Qwen3NextForCausalLM", sizes(2048, 5120, 48, 16, 2, 151936, 262144), head_dim=256,
+           num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+           norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], router_aux_loss_coef=0.001,
+           output_router_logits=False, attention_bias=False, use_sliding_window=False, full_attention_interval=4,
+           linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
+           linear_num_value_heads=32, partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10_000_000),
+        "",
+    ),
     "Gemma 2 2B": (
         gemma("gemma2", 2304, 9216, 26, 8, 4, 256000, 8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
               sliding_window=4096, cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh"), "",

@@ -134,6 +134,7 @@ CASES = {
         "deepseek_v3",
         SMALL | LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True},
     ),
+    "deepseek_v3, not interleaved": ("deepseek_v3", SMALL | LATENT | {"rope_interleave": False}),
     "dots1": (
         "dots1",
         WIDE | ROUTED | {"sliding_window": WINDOW, "max_window_layers": 2, "norm_topk_prob": True}
@@ -161,16 +162,22 @@ CASES = {
     "qwen2_moe, no biases": (
         "qwen2_moe",
         SMALL | EXPERTS
-        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2}
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2}
         | {"qkv_bias": False},
     ),
     "glm4_moe_lite": (
         "glm4_moe_lite",
-        SMALL | LATENT | ROUTED | {"v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
+        SMALL | LATENT | ROUTED | {"rope_interleave": False, "v_head_dim": 20}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
         | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}},
     ),
     "minimax_m2": ("minimax_m2", WIDE | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "flex_olmo": ("flex_olmo", WIDE | EXPERTS | {"norm_topk_prob": True, "attention_bias": True}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        SMALL | {"num_local_experts": 5, "shared_intermediate_size": 40, "attention_multiplier": 0.2}
+        | {"tie_word_embeddings": True},
+    ),
     "granitemoe": (
         "granitemoe",
         WIDE | {"num_local_experts": 5, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "logits_scaling": 7.0}
@@ -342,11 +349,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "decoder_sparse_step": 0, "mlp_only_layers": [1.0], "per_layer_config": {"0": {"intermediate_size": 8}},
     },
-    "qwen2_moe": {"shared_expert_intermediate_size": 25},
+    "qwen2_moe": {"shared_expert_intermediate_size": -1},
     "deepseek_v2": {"topk_method": "noaux_tc", "norm_topk_prob": True, "mlp_bias": True},
-    "glm4_moe_lite": {"rope_interleave": False},
     "minimax_m2": {"router_jitter_noise": 0.1, "output_router_logits": True, "rotary_dim": 0},
     "ernie4_5_moe": {"use_bias": True, "moe_layer_end_index": None, "moe_norm_min": 1.0},
+    "qwen3_next": {
+        "layer_types": ["sliding_attention"] * 4, "hidden_act": "gelu", "linear_num_value_heads": 5,
+        "shared_expert_intermediate_size": 500, "linear_conv_kernel_dim": 0,
+    },
     "gpt_neox": {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "gpt": {
         "activation_function": "gelu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,

@@ -37,6 +37,7 @@ BILLIONS = {  # of parameters, with the digits that are published; test_flops.py
         "gemma2_9b": "9.241705984", "gemma3_4b": "3.880263168", "gemma3_27b": "27.009346304",
         "phi3_mini": "3.821079552", "pythia_1.4b": "1.414647808", "pythia_12b": "11.846072320",
         "gpt_oss_20b": "20.914757184", "gpt_oss_120b": "116.829156672", "deepseek_v3": "671.026404352",
+        "qwen3_next_80b_a3b": "80",
     },
 }  # fmt: skip
 CLASSES = {
@@ -70,6 +71,7 @@ def test_parameters_are_those_of_transformers(family: str, name: str) -> None:
     stem = name.partition("_")[0]
     wanted = CLASSES["qwen3 moe" if family == "moe" and stem == "qwen3" else stem]
     wanted = "Mistral" if name == "mistral_7b_v0.1" else "Llama" if name == "mistral_7b" else wanted
+    wanted = "Qwen3Next" if name == "qwen3_next_80b_a3b" else wanted
     assert kind.__name__ == f"{wanted}ForCausalLM"
     with torch.device("meta"):
         theirs = kind(kind.config_class.from_dict(fields))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeGuard
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeGuard
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from titan_like.config.errors import ConfigError
+from titan_like.models.packages import module_beside
 
 if TYPE_CHECKING:
     from titan_like.models.parts import Parts
@@ -194,18 +194,6 @@ class TransformerConfig(BaseModel):
         return parts.entry + parts.shared + layers + parts.head - padding
 
 
-def module_beside(kind: type, base: type, name: str) -> Any:
-    """The module ``name`` in the package of a class or of the nearest of its bases below ``base``; None without one."""
-    modules = dict.fromkeys(parent.__module__ for parent in kind.__mro__ if issubclass(parent, base))
-    for package in (name.rpartition(".")[0] for name in modules if "." in name and name != base.__module__):
-        try:
-            return importlib.import_module(f"{package}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{package}.{name}":
-                raise
-    return None
-
-
 class WithHeadSize(TransformerConfig):
     """A shape whose heads together may be wider or narrower than the hidden states."""
 
@@ -241,6 +229,7 @@ class WithExperts(TransformerConfig):
     experts_per_token: int = Field(gt=0, description="experts that each token is routed to (top-k)")
     expert_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="width of one expert; 0 means ffn_hidden_size")
     num_shared_experts: int = Field(0, ge=0, le=2**10, description="number of shared experts (fused into one MLP)")
+    shared_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="their width; 0 means that of as many experts")
     shared_expert_gate: bool = Field(False, description="multiply shared experts' output by a sigmoid of the token")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
     activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = Field(
@@ -304,8 +293,9 @@ class WithExperts(TransformerConfig):
             yield f"router_groups {groups} must divide num_experts {experts} in groups of 2 or more"
         if top_groups > groups or top > top_groups * size:
             yield f"router_top_groups {top_groups} of {groups} must have experts_per_token ({top}) experts"
-        if self.shared_expert_gate and not self.num_shared_experts:
-            yield "shared_expert_gate needs shared experts; set num_shared_experts, or shared_expert_gate = false"
+        for name in ("shared_expert_gate", "shared_ffn_hidden_size"):
+            if getattr(self, name) and not self.num_shared_experts:
+                yield f"{name} needs shared experts; set num_shared_experts, or leave {name} out"
         if self.num_dense_layers >= self.num_layers:
             layers = f"num_dense_layers {self.num_dense_layers} of num_layers {self.num_layers}"
             yield f"{layers} leave no layer with experts; choose less"
@@ -316,12 +306,17 @@ class WithExperts(TransformerConfig):
         return tuple(range(self.num_dense_layers))
 
     @property
+    def shared_width(self) -> int:
+        """Width of the shared experts together; 0 without them."""
+        return self.shared_ffn_hidden_size or self.num_shared_experts * self.expert_ffn_hidden_size
+
+    @property
     def split_widths(self) -> dict[str, int]:
         """Tensor parallelism splits the MLPs of dense layers, and shared experts."""
         if not self.num_experts:
             return super().split_widths
         widths = {"ffn_hidden_size": self.ffn_hidden_size} if self.dense_layers else {}
-        return widths | {"width of shared experts": self.num_shared_experts * self.expert_ffn_hidden_size}
+        return widths | {"width of shared experts": self.shared_width}
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
@@ -357,6 +352,7 @@ class WithExperts(TransformerConfig):
             **({} if self.dense_layers else {"ffn_hidden_size": 48}),
             # One MLP of 192, of whole 16 on up to 4 ranks.
             "num_shared_experts": 4 if self.num_shared_experts else 0,
+            "shared_ffn_hidden_size": 0,
         }
 
 

@@ -75,10 +75,10 @@ def nullable(ours: str, theirs: str, default: float | None) -> Field:
     )
 
 
-def choice(ours: str, theirs: str, default: Any, values: Mapping[Any, str]) -> Field:
+def choice(ours: str, theirs: str, default: Any, values: Mapping[Any, Any]) -> Field:
     """A word or flag for each value of ours, of several the first. The default is written for any other value."""
 
-    def parse(fields: Fields, name: str) -> str:
+    def parse(fields: Fields, name: str) -> Any:
         fields.must_be(name, default, *values)
         return values[fields.get(name, default)]
 

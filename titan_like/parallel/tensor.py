@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from titan_like.models.config import module_beside
 from titan_like.models.layers.cross_entropy import TokenLoss
+from titan_like.models.packages import module_beside
 from titan_like.models.transformer import Transformer
 from titan_like.optim.shards import widen
 from titan_like.parallel.tensor_base import Style, TensorParallel

@@ -17,7 +17,7 @@ def _preload() -> None:
     import titan_like.verify.observe  # noqa: F401
     from titan_like.config.entry_points import names_of
     from titan_like.metrics.devices import known_device
-    from titan_like.models.config import module_beside
+    from titan_like.models.packages import module_beside
     from titan_like.models.registry import config_class, flavors
     from titan_like.models.transformer import Transformer
     from titan_like.torch_private import import_compiler

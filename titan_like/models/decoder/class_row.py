@@ -81,6 +81,7 @@ class Class:
     has_experts_in_turn: bool = False
     has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
+    others: tuple[str, ...] = ()  # how names of tensors begin that files have and the class leaves out
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first
     names: Mapping[str, str] = field(default_factory=dict)  # ours → theirs, where they are not Llama's
     renamed: Mapping[str, str] = field(default_factory=dict)  # how names in files begin → in the class

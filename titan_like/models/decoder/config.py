@@ -41,7 +41,9 @@ class DecoderConfig(WithHeadSize, WithExperts):
     """
 
     # No position table depends on the length.
-    not_in_weights: ClassVar = WithExperts.not_in_weights | {"max_seq_len", "mtp_coefficient", "round_embedding_scale"}
+    not_in_weights: ClassVar = WithExperts.not_in_weights | {
+        "max_seq_len", "mtp_coefficient", "round_embedding_scale", "stores_rope_in_halves"
+    }  # fmt: skip
 
     tied_embeddings: bool = Field(False, description="the output matrix is the embedding table")
     num_experts: int = Field(0, ge=0, le=2**14, description="experts per layer; 0: all MLPs are dense")
@@ -88,6 +90,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         0, ge=0, le=2**20, description="latent attention: rotated part; all heads share its key"
     )
     value_head_size: int = Field(0, ge=0, le=2**20, description="latent attention: width of a head's values")
+    stores_rope_in_halves: bool = Field(False, description="as DeepSeek's files with rope_interleave = false")
     mtp_layers: int = Field(0, ge=0, le=1, description="layers that predict the token after the next (DeepSeek-V3)")
     mtp_coefficient: float = Field(0.3, gt=0, le=1e6, description="factor of their loss in the loss (DeepSeek-V3's λ)")
 

@@ -26,15 +26,14 @@ def experts(
 
 
 def shared_width(theirs: str, default: int) -> Field:
-    """The width of the shared experts together, which must be a multiple of one expert's."""
+    """The width of the shared experts together: as many as are as wide, or one of another width. 0: none."""
 
     def read(fields: Fields, shape: Values) -> Values:
-        width, of_one = fields.integer(theirs, default), shape["expert_ffn_hidden_size"]
-        if width % of_one or not width:
-            fields.refuse(theirs, f"which must be a multiple of the width of an expert, {of_one}")
-        return {"num_shared_experts": width // of_one}
+        width = fields.count(theirs, default)
+        number, rest = divmod(width, shape["expert_ffn_hidden_size"])
+        return {"num_shared_experts": 1, "shared_ffn_hidden_size": width} if rest else {"num_shared_experts": number}
 
-    return Field(read, lambda config: {theirs: config.num_shared_experts * config.expert_ffn_hidden_size})
+    return Field(read, lambda config: {theirs: config.shared_width})
 
 
 def _read_limit(fields: Fields, shape: Values) -> Values:

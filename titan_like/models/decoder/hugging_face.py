@@ -41,7 +41,7 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
 }
 _NOT_COMPARED = {"vocab_multiple", "balance_coefficient", "bias_update_rate", "z_loss_coefficient", "kinds"}
-_NOT_COMPARED |= {"round_embedding_scale"}
+_NOT_COMPARED |= {"round_embedding_scale", "num_shared_experts", "shared_ffn_hidden_size"}
 
 
 def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> DecoderConfig:
@@ -107,13 +107,20 @@ def _compared(config: DecoderConfig, has_kinds: bool) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in DecoderConfig.model_fields if name not in _NOT_COMPARED}
     if has_kinds:
         values |= {"rope_theta": 0, "rope_scaling": None, "num_dense_layers": 0}
-    layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
-    layers = [kind.model_copy(update={"dense": i in config.dense_layers}) for i, kind in enumerate(layers)]
+    layers = [_compared_kind(config, i) for i in range(config.num_layers)]
     values |= {"layer_pattern": layers if has_kinds else layers[:1] * config.num_layers}
     return values | {
         "balance": config.balance == "bias" and config.num_experts > 0,
         "attention_scale": config.score_scale,
+        "num_shared_experts": config.shared_width,
     }
+
+
+def _compared_kind(config: DecoderConfig, layer: int) -> tuple[Any, ...]:
+    """What a layer's kind and its mixer are. Options of a mixer may be left out where they are the defaults."""
+    name = config.kind_of(layer)
+    kind, mixer = config.kind(name).model_dump(exclude={"mixer", "options", "dense"}), config.mixer_of(name)
+    return kind, layer in config.dense_layers, type(mixer), mixer.model_dump(exclude={*mixer.not_in_weights})
 
 
 class ClassOf:
@@ -127,7 +134,7 @@ class ClassOf:
         self.PREFIX = names["layers"].partition(".")[0] + "."
         self.HEAD = names["output"] + "."
         self.RENAMED = row.renamed
-        self.IGNORED = ("model.vision_tower.", "model.multi_modal_projector.") if row.outer else ()
+        self.IGNORED = ("model.vision_tower.", "model.multi_modal_projector.") if row.outer else row.others
 
     def to_fields(self, config: DecoderConfig) -> dict[str, Any]:
         """The shape as fields of config.json, under names that every version of transformers knows."""

@@ -63,7 +63,7 @@ HYBRID_CLASSES = (
             renamed("renormalize", "norm_topk_prob", True),
         ),
         activation=choice("activation", "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        layers=HybridLayers(rope=Rope(fraction=("partial_rotary_factor", 0.25))), dense=BY_STEP,
+        layers=HybridLayers(rope=Rope(fraction=("partial_rotary_factor", 0.25))), dense=BY_STEP, others=("model.mtp.",),
         names={f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     ),
 )

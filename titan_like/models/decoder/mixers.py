@@ -27,6 +27,7 @@ class Mixer(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    not_in_weights: ClassVar[frozenset[str]] = frozenset()  # options that may differ from the weights'
     supports_masks: ClassVar[bool] = False  # whether the module heeds the context's document mask
     supports_prefixes: ClassVar[bool] = True  # whether it does so too where positions of a prefix see each other
     # Whether the module works with fewer of the model's key-value heads than tensor ranks: it has none, or all of them
@@ -138,6 +139,7 @@ class LatentMixer(Mixer):
 class DeltaMixer(Mixer):
     """`GatedDeltaNet`."""
 
+    not_in_weights = frozenset({"chunk_size"})
     supports_masks = True
     supports_prefixes = False
     shares_kv_heads = True  # it has none

@@ -18,6 +18,7 @@ _SIGMOID = {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.
 _SCALING, _FRACTION = renamed("routed_scaling", "routed_scaling_factor", 1.0), ("partial_rotary_factor", 0.5)
 _GROUPS = renamed("router_groups", "n_group", 1), renamed("router_top_groups", "topk_group", 1)
 _RENORMALIZE, _NO_RENORMALIZE = (renamed("renormalize", "norm_topk_prob", default) for default in (True, False))
+_INTERLEAVE = choice("stores_rope_in_halves", "rope_interleave", True, {True: False, False: True})
 _MTP = count("mtp_layers", "num_nextn_predict_layers", 0)
 _LATENTS = (
     renamed("kv_lora_rank", "kv_lora_rank", 512),
@@ -33,6 +34,13 @@ _MIXTRAL_NAMES = {
     "mlp.experts.gate": "block_sparse_moe.experts.{}.w1", "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
 }
+_GRANITE_NAMES = {
+    "mlp.router": "block_sparse_moe.router.layer", "mlp.experts.down": "block_sparse_moe.output_linear",
+    "mlp.experts.gate": "block_sparse_moe.input_linear", "mlp.experts.up": "block_sparse_moe.input_linear",
+}
+_GRANITE = (
+    *GRANITE_SCALES, HEAD_SIZE, BIAS, *experts("num_local_experts", 8, 2, "intermediate_size", 11008), auxiliary_loss(),
+)
 _NO_JITTER = fixed("router_jitter_noise", 0.0, 0, is_written=False)
 MOE_CLASSES = (
     Class(
@@ -77,14 +85,15 @@ MOE_CLASSES = (
         names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
     ),
     Class(
-        "GraniteMoeForCausalLM", ("granitemoe",), (32000, 4096, 11008, 32, 32, 0, 2048),
-        fields=(
-            *GRANITE_SCALES, HEAD_SIZE, BIAS, *experts("num_local_experts", 8, 2, "intermediate_size", 11008),
-            auxiliary_loss(),
-        ),
-        names={
-            "mlp.router": "block_sparse_moe.router.layer", "mlp.experts.down": "block_sparse_moe.output_linear",
-            "mlp.experts.gate": "block_sparse_moe.input_linear", "mlp.experts.up": "block_sparse_moe.input_linear",
+        "GraniteMoeForCausalLM", ("granitemoe",), (32000, 4096, 11008, 32, 32, 0, 2048), fields=_GRANITE,
+        names=_GRANITE_NAMES,
+    ),
+    Class(
+        "GraniteMoeSharedForCausalLM", ("granitemoeshared",), (32000, 4096, 11008, 32, 32, 0, 2048),
+        fields=(*_GRANITE, shared_width("shared_intermediate_size", 0)),
+        names=_GRANITE_NAMES | {
+            "mlp.shared.gate": "shared_mlp.input_linear", "mlp.shared.up": "shared_mlp.input_linear",
+            "mlp.shared.down": "shared_mlp.output_linear",
         },
     ),
     Class(
@@ -125,12 +134,11 @@ MOE_CLASSES = (
             *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 1536), renamed("nope_head_size", "qk_nope_head_dim", 128),
             renamed("value_head_size", "v_head_dim", 128), renamed("routed_scaling", "routed_scaling_factor", 2.5),
             renamed("router_groups", "n_group", 8), renamed("router_top_groups", "topk_group", 4),
-            *experts("n_routed_experts", 256, 8, "moe_intermediate_size", 2048), _RENORMALIZE, _MTP,
+            *experts("n_routed_experts", 256, 8, "moe_intermediate_size", 2048), _RENORMALIZE, _MTP, _INTERLEAVE,
             count("num_dense_layers", "first_k_dense_replace", 3), count("num_shared_experts", "n_shared_experts", 1),
         ),
-        fixed=(  # of which DeepSeek's own code reads the first three, and transformers the last
+        fixed=(  # which DeepSeek's own code reads
             fixed("scoring_func", "sigmoid"), fixed("topk_method", "noaux_tc"), fixed("moe_layer_freq", 1),
-            fixed("rope_interleave", True),
         ),
         ignored=frozenset({"qk_head_dim", "num_mtp_layers"}), is_interleaved=True,
     ),
@@ -140,9 +148,9 @@ MOE_CLASSES = (
             *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 768), renamed("nope_head_size", "qk_nope_head_dim", 192),
             renamed("value_head_size", "v_head_dim", 256), renamed("routed_scaling", "routed_scaling_factor", 1.8),
             *_GROUPS, *experts("n_routed_experts", 64, 4, "moe_intermediate_size", 1536), _RENORMALIZE, _MTP,
-            count("num_shared_experts", "n_shared_experts", 1),
+            _INTERLEAVE, count("num_shared_experts", "n_shared_experts", 1),
         ),
-        fixed=(fixed("rope_interleave", True),), eps=("rms_norm_eps", 1e-5), dense=BY_TYPE,
+        eps=("rms_norm_eps", 1e-5), dense=BY_TYPE,
         ignored=frozenset({"qk_head_dim"}), is_interleaved=True,
     ),
     Class(

@@ -101,13 +101,14 @@ def _latents(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
     hidden, heads = config.hidden_size, config.num_attention_heads
     nope, rope, value = config.nope_head_size, config.rope_head_size, config.value_head_size
     queries, keys, has_bias = config.q_lora_rank, config.kv_lora_rank, config.attention_bias == "all"
-    of_head = (nope + rope, nope, rope)
+    is_in_pairs = row.is_interleaved and not config.stores_rope_in_halves
+    of_head = (nope + rope, nope, rope) if is_in_pairs else None
     if queries:
         yield from linear(f"{ours}q_a", theirs["latent.q_a"], (queries, hidden), has_bias)
         yield from linear(f"{ours}q_norm", theirs["latent.q_norm"], (queries,), False)
     q = theirs["latent.q_b" if queries else "latent.q"]
     yield from linear(f"{ours}heads.q", q, (heads * (nope + rope), queries or hidden), False, pairs=of_head)
-    latent = (keys + rope, keys, rope)
+    latent = (keys + rope, keys, rope) if is_in_pairs else None
     yield from linear(f"{ours}kv_a", theirs["latent.kv_a"], (keys + rope, hidden), has_bias, pairs=latent)
     yield from linear(f"{ours}kv_norm", theirs["latent.kv_norm"], (keys,), False)
     yield from linear(f"{ours}heads.kv", theirs["latent.kv_b"], (heads * (nope + value), keys), False)
@@ -134,8 +135,8 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
     if config.router_bias:
         yield whole(f"{ours}mlp.router.logit_bias", f"{theirs['mlp.router']}.bias", (experts,))
     if config.balance == "bias":
-        shape = (1, experts) if row.has_stacked_bias else (experts,)
-        bias = Stored(f"{ours}mlp.router.bias", (experts,), {theirs["mlp.router.bias"]: shape}, is_buffer=True)
+        of_bias = (1, experts) if row.has_stacked_bias else (experts,)
+        bias = Stored(f"{ours}mlp.router.bias", (experts,), {theirs["mlp.router.bias"]: of_bias}, is_buffer=True)
         yield replace(bias, is_stacked=row.has_stacked_bias)
     for name in _MATRICES:
         source = theirs[f"mlp.experts.{name}"]
@@ -156,6 +157,6 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
                 sources = {f"{source}.{part}": (experts, times * rows, *size[1:])}
                 yield Stored(label, shape, sources, is_stacked=True, taken=taken)
     if config.num_shared_experts:
-        yield from _mlp(config, f"{ours}mlp.shared", "mlp.shared", theirs, config.num_shared_experts * ffn)
+        yield from _mlp(config, f"{ours}mlp.shared", "mlp.shared", theirs, config.shared_width)
     if config.shared_expert_gate:
         yield from linear(f"{ours}mlp.shared_gate", theirs["mlp.shared_gate"], (1, hidden), False)

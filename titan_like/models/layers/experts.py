@@ -290,7 +290,7 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.router = router or Router(config)
         self.experts = Experts(config)
-        shared = config.num_shared_experts * config.expert_ffn_hidden_size
+        shared = config.shared_width
         self.shared = GatedMLP(config.hidden_size, shared, config.activation) if shared else None
         self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
