@@ -205,6 +205,11 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 --model.overrides.num_kv_heads=1 => key-value heads on
 2 --model.family=t5 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_method=ring \
 --training.decoder_seq_len=64 --model.overrides.dropout=0 => position biases
+# ranks that share key-value heads
+4 --model.family=llama --parallelism.tensor_parallel_degree=4 --model.overrides.qk_norm=all \
+=> tensor_parallel_degree = 4: does not divide the model's num_kv_heads (2), and qk_norm "all" does not support
+5 --model.family=llama --parallelism.tensor_parallel_degree=5 --model.overrides.num_attention_heads=10 \
+--model.overrides.head_size=16 --model.overrides.ffn_hidden_size=320 => num_kv_heads (2); use a divisor or a multiple
 # experts; debug has 8
 2 --model.family=moe --parallelism.tensor_parallel_degree=2 \
 => sequence_parallel = false: MoE with tensor parallelism

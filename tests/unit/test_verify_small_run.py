@@ -40,6 +40,17 @@ def test_heads_are_wide_enough_for_the_kernels_of_gpus(family: str, tensor: int)
     assert on_gpus.num_attention_heads == small.num_attention_heads and on_gpus.num_kv_heads == small.num_kv_heads
 
 
+@pytest.mark.parametrize(("tensor", "kv_heads", "small_kv_heads"), [(4, 2, 2), (8, 4, 2), (8, 2, 1), (8, 1, 1)])
+def test_ranks_still_share_key_value_heads(tensor: int, kv_heads: int, small_kv_heads: int) -> None:
+    degree = f"--parallelism.tensor_parallel_degree={tensor}"
+    heads = ["--model.overrides.num_attention_heads=16", f"--model.overrides.num_kv_heads={kv_heads}"]
+    for settings in ([], ["--float8.enable=true"]):
+        small = small_run("--model.family=llama", "--training.steps=9", degree, *heads, *settings).config
+        model = model_config(small.model)
+        assert small.parallelism.tensor_parallel_degree == 4
+        assert (model.num_attention_heads, model.num_kv_heads) == (8, small_kv_heads)
+
+
 @pytest.mark.parametrize("rampup", [[], RAMPUP], ids=["constant", "ramp-up"])
 @pytest.mark.parametrize("length", ["steps=800", "samples=6400", "tokens=400000", "epochs=2"])
 def test_a_length_stays_one_in_its_unit(length: str, rampup: list[str]) -> None:
