@@ -5,8 +5,9 @@
 In a save, torch.distributed.checkpoint sends each rank's list of tensors to rank 0, which joins them to one plan,
 checks it and sends each rank its part. When all have written, it receives where every tensor is, and writes the
 metadata. This script builds rank 0 of Llama 3.1 405B in the layout of its TOML on the meta device, takes its list for
-all ranks, with other names and offsets, and does rank 0's part, in a run's first save and in a later one. Bytes are of
-pickles, as they are sent. The network's time is left out, and that of the files.
+all ranks, with other names and offsets, and does rank 0's part, in a run's first save and in a later one, and then
+reads the metadata, as every rank does in a load. Bytes are of pickles, as they are sent. The network's time is left
+out, and that of the files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.runs import ROOT, machine, origin, parser_of, write
 from titan_like.checkpoint.loader import in_parts, model_tensors, optimizer_tensors
+from titan_like.checkpoint.reader import TensorReader
 from titan_like.config import load_config
 from titan_like.parallel.apply import build_parallel_model
 from titan_like.parallel.mesh import build_mesh
@@ -93,10 +96,15 @@ def measure(ranks: int) -> dict[str, Any]:
     results, laps = [pickle.dumps(of_rank) for of_rank in where], [time.process_time()]
     stored = {result.index: result.storage_data for of_rank in results for result in pickle.loads(of_rank)}
     laps.append(time.process_time())
-    size = len(pickle.dumps(replace(metadata, storage_data=stored)))
+    content = pickle.dumps(replace(metadata, storage_data=stored))
     laps.append(time.process_time())
     seconds = dict(zip(("unpickle", "pickle the metadata"), map(seconds_of, pairwise(laps)), strict=True))
-    row["every"] = {"seconds": seconds, "bytes_received": sum(map(len, results)), "bytes_of_metadata": size}
+    row["every"] = {"seconds": seconds, "bytes_received": sum(map(len, results)), "bytes_of_metadata": len(content)}
+    with TemporaryDirectory() as folder:
+        Path(folder, ".metadata").write_bytes(content)
+        began = time.process_time()
+        TensorReader(Path(folder)).read_metadata()
+        row["load"] = {"seconds": {"read the metadata": seconds_of((began, time.process_time()))}}
     row["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return row
 

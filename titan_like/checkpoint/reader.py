@@ -3,8 +3,6 @@
 import gc
 import io
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import prod
@@ -97,11 +95,13 @@ class TensorReader(FileSystemReader):
         if self._metadata is not None:
             return self._metadata
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            content = io.BytesIO(file.read())
-        with (
-            _without_garbage_collection()
-        ):  # of many ranks' metadata it makes millions of objects, none of them garbage
+            content, is_collecting = io.BytesIO(file.read()), gc.isenabled()
+        gc.disable()  # the metadata of many ranks is millions of objects, none of them garbage
+        try:
             metadata = _MetadataUnpickler(content).load()
+        finally:
+            if is_collecting:
+                gc.enable()
         _check(metadata)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -129,17 +129,6 @@ class TensorReader(FileSystemReader):
             raise RuntimeError(f"{sinfo.relative_path} does not match its checksum")
         stored.seek(0)
         return stored
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 def _is_as_written(archive: io.BytesIO) -> bool:

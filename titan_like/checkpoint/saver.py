@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint import step_folders
@@ -87,6 +88,11 @@ class TensorWriter(FileSystemWriter):
     def __init__(self, folder: Path, mark: str, single_file_per_rank: bool = True) -> None:
         super().__init__(folder, single_file_per_rank, sync_files=False)
         self.save_id, self.fs = mark, DurableFiles(mark)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata. torch then sends it to all ranks, where nothing reads it, so it is emptied."""
+        super().finish(metadata, results)
+        metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, None, None
 
     def storage_meta(self) -> StorageMeta:
         """The metadata's description of the checkpoint, as plain text, which is unpickled without a class."""

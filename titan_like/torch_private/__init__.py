@@ -43,6 +43,7 @@ Functions import what they need when they are called: planning must not load wha
 """  # noqa: E501
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -211,11 +212,16 @@ def save_planner(key: str) -> Any:
     """A planner of checkpoints, all of which share one plan as long as they have the same ``key`` and tensors.
 
     torch's own key is the name of the class, for all process groups and models of a process, and in torch 2.11 a plan
-    that failed is taken for one that was made.
+    that failed is taken for one that was made. The metadata that a planner returns may be changed.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    planner = DefaultSavePlanner(enable_plan_caching=True)
+    class Planner(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Any]:
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, replace(metadata)  # the plan's own stays for later saves
+
+    planner = Planner(enable_plan_caching=True)
     planner._cached_plans_key = key
     return planner
 
