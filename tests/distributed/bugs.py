@@ -11,6 +11,7 @@ from tests.distributed.mutations import (
     gradients,
     latent,
     layers,
+    linear,
     lora,
     masks,
     optimizers,
@@ -96,6 +97,7 @@ DECODER, PARALLEL, OTHER_KINDS = (
     ["--job.config_file", LLAMA, "--model.family", "decoder", "--model.flavor", flavor]
     for flavor in ("debug", "debug_parallel", "debug_kinds")
 )
+LINEAR = ["--job.config_file", LLAMA, "--model.family", "decoder", "--model.flavor", "debug_linear"]
 LATENT = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_latent"]
 BIASES = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_biases"]
 Z_LOSS = ["--model.overrides.z_loss_coefficient", "0.1"]
@@ -331,6 +333,7 @@ BUGS = [
     (experts.balance_times_expert_ranks, [*EXPERTS, *DATA], "expert_parallel", Row.GRADIENT, "layers.1.mlp"),
     (experts.experts_of_the_wrong_rank, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
     (latent.key_of_the_first_tensor_rank, [*LATENT, *SEQUENCE], TP, Row.GRADIENT, "layers."),
+    (linear.steps_of_the_first_tensor_rank, [*LINEAR, *TENSOR], TP, Row.GRADIENT, "layers."),
     (latent.groups_of_local_experts, [*LATENT, *EXPERTS[2:], *DATA], "expert_parallel", Row.LOSS, "layers.1.mlp"),
     (latent.next_labels_shifted_once, [*LATENT, *ONE], "one_process", Row.LOSS, "the loss"),
     (latent.next_labels_of_the_shard_shifted, [*LATENT, *GATHER[2:]], CP, Row.LOSS, "layers."),

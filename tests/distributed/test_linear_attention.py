@@ -15,6 +15,8 @@ from titan_like.verify.verify import Verifier
 PACKED = {"data.reset_attention_mask": True, "data.reset_position_ids": True}
 HYBRID = {"model.family": "decoder", "model.flavor": "debug_linear"} | PACKED
 SHARDS = {"parallelism.data_parallel_shard_degree": 2}
+NEXT = {"model.flavor": "qwen3_next_80b_a3b"}
+EXPERTS = {"parallelism.expert_parallel_degree": 2} | SHARDS
 CONTEXT = {"parallelism.context_parallel_degree": 2}
 
 
@@ -30,6 +32,7 @@ def verify(folder: Path, settings: dict[str, Any]) -> str:
     [
         pytest.param(tensor(2) | pipeline(2) | SHARDS | zero(3), id="tensor, pipeline, zero 3"),
         pytest.param(tensor(2, sequence_parallel=True) | SHARDS | zero(1), id="sequence, zero 1"),
+        pytest.param(NEXT | tensor(2, sequence_parallel=True) | EXPERTS, id="Qwen3-Next, tensor, experts"),
     ],
 )
 @pytest.mark.slow

@@ -355,7 +355,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"use_bias": True, "moe_layer_end_index": None, "moe_norm_min": 1.0},
     "qwen3_next": {
         "layer_types": ["sliding_attention"] * 4, "hidden_act": "gelu", "linear_num_value_heads": 5,
-        "shared_expert_intermediate_size": 500, "linear_conv_kernel_dim": 0,
+        "shared_expert_intermediate_size": -1, "linear_conv_kernel_dim": 0,
     },
     "gpt_neox": {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "gpt": {

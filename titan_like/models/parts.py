@@ -6,7 +6,7 @@ torch, so `TransformerConfig` imports it only when something is counted.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -131,7 +131,7 @@ def _layer_parts(layer: nn.Module) -> LayerParts:
                 matrices[seen] += elements
                 experts += elements if module in sparse else 0
     size = sum(parameter.numel() for parameter in layer.parameters())
-    mixing = tuple(module.products for module in layer.modules() if hasattr(module, "products"))
+    mixing = tuple(cast(Any, module).products for module in layer.modules() if hasattr(module, "products"))
     return LayerParts(size, (matrices[0], matrices[1]), tuple(cores), experts, mixing)
 
 

@@ -29,7 +29,7 @@ class HybridLayers(Layers):
         types = fields.get("layer_types") or [list(_TYPES)[(i + 1) % period > 0] for i in range(count)]
         if not isinstance(types, list) or len(types) != count or any(name not in _TYPES for name in types):
             fields.refuse("layer_types", f"which must say {' or '.join(_TYPES)} of each of the {count} layers")
-        full, _, fraction = self.rope.read(fields, shape["max_seq_len"])
+        full, _, of_model = self.rope.read(fields, shape)
         options = {ours: fields.integer(*theirs) for ours, theirs in _OPTIONS.items()}
         if options["value_heads"] % options["key_heads"]:
             fields.refuse("linear_num_value_heads", f"not a multiple of the key heads, {options['key_heads']}")
@@ -39,7 +39,7 @@ class HybridLayers(Layers):
         }
         layers = [_TYPES[name] for name in types]
         kinds = {name: every[name] for name in dict.fromkeys(layers)}
-        return full | {"rotary_fraction": fraction, "rope_scaling": None, "layer_pattern": layers, "kinds": kinds}
+        return full | of_model | {"rope_scaling": None, "layer_pattern": layers, "kinds": kinds}
 
     def write(self, config: DecoderConfig) -> Values:
         """As in the base class."""
@@ -49,7 +49,7 @@ class HybridLayers(Layers):
         for options in (kind.options for kind in layers if kind.mixer == "gated_delta_net"):
             fields |= {theirs: options.get(ours, default) for ours, (theirs, default) in _OPTIONS.items()}
         full = next((kind for kind in layers if kind.rope_theta), LayerKind(rope_theta=config.rope_theta))
-        return fields | self.rope.write(config.rotary_fraction, full, full)
+        return fields | self.rope.write(config, full, full)
 
 
 # fmt: off

@@ -62,9 +62,8 @@ def _delta_net(config: DecoderConfig, mixer: DeltaMixer, ours: str, theirs: dict
     keys, values = groups * mixer.key_head_size, heads * mixer.value_head_size
     yield from linear(f"{ours}qkvz", theirs["delta.qkvz"], (2 * (keys + values), hidden), False)
     yield from linear(f"{ours}ba", theirs["delta.ba"], (2 * heads, hidden), False)
-    shape = (2 * keys + values, 1, mixer.conv_size)  # the files have all queries' channels first, then all keys'
-    sources = {theirs["delta.conv"]: shape}
-    yield Stored(f"{ours}core.conv", shape, sources, parts=(keys, keys, values), groups=groups)
+    conv = whole(f"{ours}core.conv", theirs["delta.conv"], (2 * keys + values, 1, mixer.conv_size))
+    yield replace(conv, parts=(keys, keys, values), groups=groups)  # in the files all queries' channels come first
     for name in ("a_log", "dt_bias"):
         yield whole(f"{ours}core.{name}", theirs[f"delta.{name}"], (heads,))
     yield from linear(f"{ours}norm", theirs["delta.norm"], (mixer.value_head_size,), False)
