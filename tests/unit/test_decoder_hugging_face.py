@@ -173,6 +173,10 @@ CASES = {
     ),
     "minimax_m2": ("minimax_m2", WIDE | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "flex_olmo": ("flex_olmo", WIDE | EXPERTS | {"norm_topk_prob": True, "attention_bias": True}),
+    "phimoe": (
+        "phimoe",
+        WIDE | {"num_local_experts": 6, "attention_bias": True, "router_jitter_noise": 0.6, "sliding_window": WINDOW},
+    ),
     "granitemoeshared": (
         "granitemoeshared",
         SMALL | {"num_local_experts": 5, "shared_intermediate_size": 40, "attention_multiplier": 0.2}
@@ -351,6 +355,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"shared_expert_intermediate_size": -1},
     "deepseek_v2": {"topk_method": "noaux_tc", "norm_topk_prob": True, "mlp_bias": True},
+    "phimoe": {"num_experts_per_tok": 3, "lm_head_bias": True, "rope_scaling": LINEAR},
     "minimax_m2": {"router_jitter_noise": 0.1, "output_router_logits": True, "rotary_dim": 0},
     "ernie4_5_moe": {"use_bias": True, "moe_layer_end_index": None, "moe_norm_min": 1.0},
     "qwen3_next": {

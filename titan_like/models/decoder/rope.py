@@ -50,6 +50,7 @@ class Rope:
     # A field with that part's width, whose absence is the default above, and the width of a head if that is absent.
     rotated: tuple[str, int] | None = None
     default_scaling: Mapping[str, Any] | None = None
+    has_scaling: bool = True
     has_temperature: bool = False  # the table has the factor of query_temperature; its period is the original length
     has_alpha: bool = False  # dynamic scaling with a fixed factor alpha of the base
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
@@ -138,7 +139,8 @@ class Rope:
 
     def _read_scaling(self, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
         kind = "rope_type" if "rope_type" in table.values else "type"
-        table.must_be(kind, *(("default", "longrope", "su", "yarn") if self.is_longrope else ("default", *_SCALINGS)))
+        scalings = ("longrope", "su", "yarn") if self.is_longrope else tuple(_SCALINGS)
+        table.must_be(kind, "default", *(scalings if self.has_scaling else ()))
         table.get("type")
         name = table.get(kind, "default")
         if name == "default":
