@@ -355,6 +355,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
             "head_size": head,
             "rotary_fraction": rotary / head if has_own_head else 1.0,
             "attention_scale": self.attention_scale * (self.head_dim / (head or 1)) ** 0.5,
+            "query_temperature_period": min(self.query_temperature_period, seq_len // 4),
             "attention_softcap": min(self.attention_softcap, 1.0),
             "final_softcap": min(self.final_softcap, 1.0),
             "rope_scaling": small(self.rope_scaling),
