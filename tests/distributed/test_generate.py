@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "v, sequence": tensor(2, True) | pipeline(2, "zbv_zero_bubble"),
     "interleaved, zero 3": pipeline(2, "interleaved_1f1b") | zero(3),
     "sequence, zero 1": tensor(2, True) | zero(1),
+    "2 ranks for each key-value head": tensor(4),
 }
 
 
@@ -37,6 +38,7 @@ CHOSEN = [
     ("gpt", "v, sequence"),
     ("llama", "1f1b, tensor"),
     ("llama", "sequence, zero 1"),
+    ("llama", "2 ranks for each key-value head"),
     ("t5", "interleaved, zero 3"),
 ]
 

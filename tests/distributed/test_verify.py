@@ -39,6 +39,7 @@ from tests.distributed.bugs import (
     LATENT,
     LLAMA_MASKS,
     LLAMA_TENSOR,
+    LLAMA_TENSOR_4,
     LORA,
     MOE,
     MUON,
@@ -115,6 +116,8 @@ SAME: list[tuple[list[str], list[str]]] = [
 MORE_SAME: list[tuple[list[str], list[str]]] = [
     # An adapter's first update is a whole step whatever its gradient's size, unless the small run prevents that.
     ([*LORA, *PIPELINE, *TENSOR, *BFLOAT16[:2]], ["bfloat16", RESUME]),
+    ([*LLAMA_TENSOR_4, "--lora.rank", "4", "--lora.modules", '["q_proj", "v_proj"]'], [EXACT]),
+    ([*EXPERTS, *SEQUENCE, "--parallelism.tensor_parallel_degree", "4", *COMPILED[:2]], [EXACT]),
     ([*RAMPUP[:4], *ZERO_3, *DOCUMENTS], [DROPOUT]),
     ([*T5, *PIPELINE], [RESUME]),
     ([*SPLIT_EXPERTS, *SHARED, *ZERO_3], [EXACT, RESUME]),
