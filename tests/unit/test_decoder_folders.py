@@ -6,7 +6,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -188,17 +188,21 @@ def test_a_tied_table_may_be_stored_as_the_output_matrix_alone(name: str, table:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gemma_scales_embeddings_in_their_own_type(dtype: torch.dtype) -> None:
-    """√640 is 25.25 in bfloat16."""
+    """√640 is 25.25 in bfloat16. Next tokens are scaled alike."""
     fields = SMALL | {"hidden_size": 640, "head_dim": 16, "num_hidden_layers": 1}
     config = transformers.AutoConfig.for_model("gemma3_text", **fields)
     theirs = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    shape = family_module("decoder").from_fields(Fields(config.to_dict()))
+    shape = family_module("decoder").from_fields(Fields(config.to_dict())).model_copy(update={"mtp_layers": 1})
     ours, tokens = build_model(shape, "decoder").to(dtype), torch.arange(SEQ)[None]
+    seen: list[torch.Tensor] = []
+    cast(Any, ours.layers["1"]).enorm.register_forward_pre_hook(lambda _, inputs: seen.append(*inputs))
     with torch.no_grad():
         table = theirs.model.embed_tokens.weight
         ours.embedding.weight[:VOCAB].copy_(table)
         assert torch.equal(ours.embed(Batch(tokens)), theirs.model.embed_tokens(tokens))
         assert dtype != torch.bfloat16 or torch.equal(ours.embed(Batch(tokens)), table[tokens] * 25.25)
+        ours(Batch(tokens, tokens, next_tokens=tokens, next_labels=tokens, loss_factors=torch.ones(2)))
+        assert torch.equal(seen[0], ours.embed(Batch(tokens)))
     granite = DecoderConfig.model_validate(SMALL_SHAPE | {"embedding_scale": 25.3})  # a number that is not rounded
     assert not granite.round_embedding_scale
 

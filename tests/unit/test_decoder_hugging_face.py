@@ -34,6 +34,7 @@ TEMPERATURE = {"llama_4_scaling_beta": 0.6, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.0}
+NEAR = LINEAR | {"rope_theta": 90.0, "factor": 2.0}
 LONG = {"rope_type": "longrope", "rope_theta": 900.0, "short_factor": [1.0, 1.5, 2.0, 2.5], "factor": 4.0}
 LONG |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}
@@ -262,7 +263,7 @@ RARE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_text, scaled windows": (
         "gemma3_text",
-        CASES["gemma3_text"][1] | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LINEAR)},
+        CASES["gemma3_text"][1] | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": NEAR}},
     ),
 }
 

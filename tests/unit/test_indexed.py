@@ -9,8 +9,9 @@ import pytest
 from tests.unit.record_cases import write_indexed
 from titan_like.config import ConfigError
 from titan_like.config.schema import Data
-from titan_like.data.loading.blend import Share, shares_of
+from titan_like.data.loading.blend import Blend, Share, shares_of
 from titan_like.data.loading.open_source import open_source
+from titan_like.data.readers import indexed
 from titan_like.data.readers.indexed import DTYPES, IndexedDataset, IndexedWriter, prefix_of, token_dtype
 from titan_like.data.source import DataRequest
 
@@ -27,9 +28,10 @@ def request(paths: list[str | float], part: str = "train", split: str = "969,30,
 
 
 @pytest.mark.parametrize("code", DTYPES)
-def test_bytes_are_those_of_the_format(code: int, tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_format(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written out by hand from Megatron-LM's description of the format."""
     dtype = DTYPES[code]
+    monkeypatch.setattr(indexed, "_PIECE", 1)
     write_indexed(tmp_path / "data", [[[1, 2, 3]], [[], [4]], []], dtype)
     size = dtype.itemsize
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 4)
@@ -109,10 +111,12 @@ def test_nothing_is_left_where_writing_fails(tmp_path: Path) -> None:
 
 
 def test_a_source_without_validation_samples_leaves_its_share_to_the_others(tmp_path: Path) -> None:
-    paths = [1, corpus(tmp_path / "a", 0, 300), 1, str(write_indexed(tmp_path / "b", [[[1] * 100]]))]
+    full = [corpus(tmp_path / name, 0, 300) for name in "ac"]
+    paths = [5, str(write_indexed(tmp_path / "b", [[[1] * 100]])), 1, full[0], 3, full[1]]
     blend = open_source(request(paths, "validation", split="969,31,0"))
-    assert blend.paths == [paths[1]]
-    assert len(blend) == len(blend.sources[0])
+    assert blend.paths == full
+    assert blend.blend.shares == Blend([1, 3], 0).shares
+    assert blend.blend.counts(len(blend))[1] == len(blend.sources[1])
 
 
 IN_TURN = r"data.paths = \[.*weights and paths must come in turn, as in .*, with positive weights"

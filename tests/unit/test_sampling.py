@@ -83,16 +83,15 @@ def test_seed_decides_the_text(model):
     assert {len(text) for text in texts} == {12}
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 5)])
-def test_first_token_follows_the_distribution(model, temperature, top_k):
-    samplings = [Sampling(1, temperature=temperature, top_k=top_k, seed=seed) for seed in range(200)]
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (9.0, 5, 0.7)])
+def test_first_token_follows_the_distribution(model, temperature, top_k, top_p):
+    samplings = [Sampling(1, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) for seed in range(200)]
     draws = [generate(model, PROMPT, sampling)[0] for sampling in samplings]
     observed = torch.bincount(torch.tensor(draws), minlength=model.config.padded_vocab_size) / len(draws)
     with torch.no_grad():
         scaled = model(Batch(torch.tensor([PROMPT])))[0, -1].double() / temperature
-    if top_k:
-        kept = kept_by_definition(scaled.tolist(), top_k, 1.0)
-        scaled[[t for t in range(len(scaled)) if t not in kept]] = float("-inf")
+    kept = kept_by_definition(scaled.tolist(), top_k, top_p)
+    scaled[[t for t in range(len(scaled)) if t not in kept]] = float("-inf")
     expected = scaled.softmax(-1)
     assert set(draws) <= set((expected > 0).nonzero().flatten().tolist())
     # Each frequency is within 5 standard deviations of its probability.

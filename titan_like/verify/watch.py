@@ -94,6 +94,7 @@ class StepWatch(Watch):
         super().attach(trainer)
         if trainer.state.scaler is not None:
             trainer.state.scaler.scale.fill_(FLOAT16_SCALE)
+            trainer.state.scaler.good_steps.fill_(trainer.state.scaler.growth_interval - 1)  # it grows after a step
         if self.small.num_steps == 0:
             for stage in trainer.model.stages:
                 enlarge(stage.module)
