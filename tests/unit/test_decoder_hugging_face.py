@@ -416,12 +416,18 @@ def test_other_names_that_transformers_gives_a_field_are_read_and_do_not_contrad
             read(Fields(values | {alias: other}))
 
 
+DENSE = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 40}
+DENSE |= {"layer_pattern": ["dense", "full"], "kinds": {"dense": {"dense": True}}}
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
         ("Glm4", {"block": "sandwich", "rotary_fraction": 0.5, "attention_bias": "qkv"}),
         ("Phi3", {"rotary_fraction": 0.5}),
         ("SmolLM3", {"layer_pattern": ["a", "b"], "kinds": {"a": {}, "b": {"rope_theta": 0.0}}}),
+        ("Ernie4_5_Moe", DENSE | {"balance": "bias", "num_shared_experts": 2}),
+        ("Qwen2Moe", DENSE | {"num_shared_experts": 1, "shared_expert_gate": True, "attention_bias": "qkv"}),
         ("Gemma2", {"block": "sandwich", "norm_offset": True, "activation": "gelu_tanh", "attention_softcap": 2.0}
          | {"embedding_scale": 48**0.5, "tied_embeddings": True}),
     ],
