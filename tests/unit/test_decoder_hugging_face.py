@@ -281,6 +281,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 2, 1, 1]},
     "olmo2": {"sliding_window": 8, "head_dim": "4", "layer_types": ["sliding_attention"] * 4},
     "qwen3_moe": {"use_sliding_window": True, "per_layer_config": {"0": {"intermediate_size": 8}}},
+    "olmo": {"clip_qkv": 8.0}, "stablelm": {"qk_layernorm": True}, "cohere": {"use_qk_norm": True},
+    "exaone4": {"sliding_window": 0, "sliding_window_pattern": "LLLG"},
     "gpt_neox": {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "gpt": {
         "activation_function": "gelu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
