@@ -16,8 +16,8 @@ from tests.distributed.launch import Case, base_config, collect, losses_of_layou
 from tests.distributed.layouts import pipeline, sizes, tensor, zero
 from tests.float64 import bound, exact_rope, in_float64
 from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
-from tests.unit.test_decoder_hugging_face import CASES as CLASSES
 from tests.unit.test_decoder_hugging_face import exact_model, random_folder
+from tests.unit.transformers_cases import CASES as CLASSES
 from titan_like.commands import convert
 from titan_like.config import ConfigError
 from titan_like.evaluate.inference import load

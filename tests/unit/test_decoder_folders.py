@@ -14,23 +14,8 @@ import transformers
 
 from tests.float64 import in_float64
 from tests.unit import test_decoder_hugging_face as folders
-from tests.unit.test_decoder_hugging_face import (
-    CASES,
-    SEQ,
-    SMALL,
-    SMALL_SHAPE,
-    TEMPERATURE,
-    VOCAB,
-    WIDE,
-    WINDOW,
-    YARN,
-    close,
-    exact_model,
-    files_of,
-    random_folder,
-    rewrite,
-    same,
-)
+from tests.unit.test_decoder_hugging_face import close, exact_model, files_of, random_folder, rewrite, same
+from tests.unit.transformers_cases import CASES, SEQ, SMALL, SMALL_SHAPE, TEMPERATURE, VOCAB, WIDE, WINDOW, YARN
 from titan_like.checkpoint.loader import CheckpointWeights
 from titan_like.config.errors import ConfigError
 from titan_like.config.schema import Data
