@@ -39,8 +39,6 @@ from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Fields, RefusedError, family_module, family_of, fill_part
 from titan_like.models.registry import build_model
 
-VOCAB, SEQ, WINDOW = 101, 40, 9
-
 
 def random_folder(model_type: str, fields: dict, folder: Path):
     """A folder that transformers wrote, and its model, whose every number is random and large enough to matter."""

@@ -132,6 +132,9 @@ CASES = {
         | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}},
     ),
     "deepseek_v2, greedy": ("deepseek_v2", SMALL | LATENT | {"q_lora_rank": None, "attention_bias": True}),
+    "deepseek_v2, one group": (
+        "deepseek_v2", SMALL | LATENT | {"topk_method": "group_limited_greedy", "n_group": 1, "topk_group": 1}
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         WIDE | QWEN_MOE | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [2], "max_window_layers": 2}
