@@ -123,6 +123,7 @@ def start_ranks(layout: str, ranks: int, dump: Path, steps: int, timeout: float)
     settings, batch = LAYOUTS[layout]
     settings = [*SETTINGS, *settings, f"--job.dump_folder={dump}", f"--training.steps={steps}"]
     settings += [f"--training.global_batch_size={ranks * batch // 2}", "--checkpoint.enable=true"]
+    settings += ["--data.dataset=text", f'--data.paths=["{ROOT}/docs/*.md"]']  # tokenized at once
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -232,8 +233,14 @@ def count_ranks(options: argparse.Namespace) -> None:
 
     most = watchdog._HEARTBEATS_PER_SECOND
     os.environ |= ENVIRONMENT
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["counted_start"])
-    result: dict[str, Any] = {**origin(), "machine": machine(), "layouts": {}}
+    context, began = multiprocessing.get_context("forkserver"), time.monotonic()
+    context.set_forkserver_preload(["counted_start"])
+    first = context.Process(target=int)  # starts the server, which imports everything
+    first.start()
+    first.join()
+    imports = round(time.monotonic() - began, 1)
+    print(f"imports of one process: {imports} s")
+    result: dict[str, Any] = {**origin(), "machine": machine(), "seconds_of_imports": imports, "layouts": {}}
     for layout in LAYOUTS:
         rows: dict[int, dict[str, float]] = {}
         for ranks in options.ranks:
