@@ -110,7 +110,8 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = F.linear(part, weight)
             if bias is not None:
                 logits += bias
-            total += _loss(logits, label, factor, vocabulary, with_gradient)
+            # Not in place: compiled by torch 2.11, the sum would be an output twice, and the gradient of one be lost.
+            total = total + _loss(logits, label, factor, vocabulary, with_gradient)
             if with_gradient:
                 torch.mm(logits, weight, out=part_gradient)  # the logits are their own gradient now
                 if ctx.needs_input_grad[1]:
