@@ -291,7 +291,7 @@ class _Decoder:
         logits = tokens @ self.weights[f"{name}.router.weight"].t()
         if fields["router_bias"]:
             logits = logits + self.weights[f"{name}.router.logit_bias"]
-        scores = logits.softmax(-1) if fields["router_score"] == "softmax" else logits.sigmoid()
+        scores = logits.sigmoid() if fields["router_score"] == "sigmoid" else logits.softmax(-1)
         biased = scores.detach()
         if fields["balance"] == "bias":
             biased = biased + self.weights[f"{name}.router.bias"]
@@ -300,8 +300,12 @@ class _Decoder:
         results = []
         for number, experts in enumerate(chosen):
             token = tokens[number]
-            total = sum(scores[number, expert] for expert in experts) if fields["renormalize"] else 1.0
-            weighted = [scores[number, expert] / total * self.expert(name, expert, token) for expert in experts]
+            shares = [scores[number, expert] for expert in experts]
+            if fields["router_score"] == "sparsemixer":
+                shares = self.mixed(logits[number], experts)
+            total = sum(shares) if fields["renormalize"] else 1.0
+            each = zip(experts, shares, strict=True)
+            weighted = [share / total * self.expert(name, expert, token) for expert, share in each]
             results.append(fields["routed_scaling"] * torch.stack(weighted).sum(0))
         result = torch.stack(results).view_as(x)
         if fields["num_shared_experts"]:
@@ -325,6 +329,19 @@ class _Decoder:
             groups = groups[: self.fields["router_top_groups"]]
         left = [expert for group in groups for expert in group]
         return sorted(left, key=lambda expert: -scores[expert])[: self.fields["experts_per_token"]]
+
+    def mixed(self, logits: torch.Tensor, experts: list[int]) -> list[torch.Tensor]:
+        """SparseMixer's weights at inference (arXiv 2409.12136)."""
+        shares = []
+        for number, expert in enumerate(experts):
+            best, near = logits.tolist()[expert], []
+            for other, logit in enumerate(logits.tolist()):
+                if other not in experts[:number] and best - logit <= self.fields["router_margin"] * max(
+                    abs(logit), best
+                ):
+                    near.append(logits[other].exp())
+            shares.append(logits[expert].exp() / sum(near))
+        return shares
 
     def expert(self, name: str, expert: int, token: torch.Tensor) -> torch.Tensor:
         """[hidden] → [hidden]."""

@@ -67,6 +67,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         EXPERTS | {"num_dense_layers": 1, "router_score": "sigmoid", "renormalize": False, "balance": "none"},
         EXPERTS | {"router_groups": 3, "router_top_groups": 2, "router_score": "sigmoid", "balance": "bias"},
         EXPERTS | {"router_groups": 2, "router_top_groups": 1, "router_group_score": "max", "balance_coefficient": 0.4},
+        EXPERTS | {"router_score": "sparsemixer", "renormalize": False, "router_margin": 2.1},
         EXPERTS | {"experts_per_token": 1, "renormalize": False, "routed_scaling": 2.5, "balance_coefficient": 0.2},
         EXPERTS | {"experts_per_token": 3, "balance": "bias", "bias_update_rate": 0.02, "z_loss_coefficient": 0.1},
     ],

@@ -116,6 +116,9 @@ CASES = {
         | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.8}},
     ),
     "deepseek_v2, greedy": ("deepseek_v2", SMALL | LATENT | {"q_lora_rank": None, "attention_bias": True}),
+    "deepseek_v2, one group": (
+        "deepseek_v2", SMALL | LATENT | {"topk_method": "group_limited_greedy", "n_group": 1, "topk_group": 1}
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         WIDE | QWEN_MOE | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [2], "max_window_layers": 2}
@@ -135,6 +138,10 @@ CASES = {
     ),
     "minimax_m2": ("minimax_m2", WIDE | {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 8}),
     "flex_olmo": ("flex_olmo", WIDE | EXPERTS | {"norm_topk_prob": True, "attention_bias": True}),
+    "phimoe": (
+        "phimoe",
+        WIDE | {"num_local_experts": 6, "attention_bias": True, "router_jitter_noise": 0.6, "sliding_window": WINDOW},
+    ),
     "granitemoeshared": (
         "granitemoeshared",
         SMALL | {"num_local_experts": 5, "shared_intermediate_size": 40, "attention_multiplier": 0.2}
@@ -294,6 +301,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"shared_expert_intermediate_size": -1},
     "deepseek_v2": {"topk_method": "noaux_tc", "norm_topk_prob": True, "mlp_bias": True},
+    "phimoe": {"num_experts_per_tok": 3, "lm_head_bias": True, "rope_scaling": LINEAR},
     "minimax_m2": {"router_jitter_noise": 0.1, "output_router_logits": True, "rotary_dim": 0},
     "ernie4_5_moe": {"use_bias": True, "moe_layer_end_index": None, "moe_norm_min": 1.0},
     "qwen3_next": {
@@ -353,12 +361,18 @@ def test_other_names_that_transformers_gives_a_field_are_read_and_do_not_contrad
             read(Fields(values | {alias: other}))
 
 
+DENSE = {"num_experts": 5, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 40}
+DENSE |= {"layer_pattern": ["dense", "full"], "kinds": {"dense": {"dense": True}}}
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
         ("Glm4", {"block": "sandwich", "rotary_fraction": 0.5, "attention_bias": "qkv"}),
         ("Phi3", {"rotary_fraction": 0.5}),
         ("SmolLM3", {"layer_pattern": ["a", "b"], "kinds": {"a": {}, "b": {"rope_theta": 0.0}}}),
+        ("Ernie4_5_Moe", DENSE | {"balance": "bias", "num_shared_experts": 2}),
+        ("Qwen2Moe", DENSE | {"num_shared_experts": 1, "shared_expert_gate": True, "attention_bias": "qkv"}),
         ("Gemma2", {"block": "sandwich", "norm_offset": True, "activation": "gelu_tanh", "attention_softcap": 2.0}
          | {"embedding_scale": 48**0.5, "tied_embeddings": True}),
     ],

@@ -278,9 +278,10 @@ class WithExperts(TransformerConfig):
         "top2", description="score of a group: the sum of its two best scores, or its best one"
     )
     expert_bias: bool = Field(False, description="whether the experts' three matrices have biases")
-    router_score: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="router scores: softmax over all experts, or the sigmoid of each logit"
+    router_score: Literal["softmax", "sigmoid", "sparsemixer"] = Field(
+        "softmax", description="softmax over all experts, the sigmoid of each logit, or SparseMixer's as at inference"
     )
+    router_margin: float = Field(0.02, ge=0, le=1e6, description="sparsemixer: share by which other logits may be less")
     renormalize: bool = Field(True, description="normalise the weights of a token's experts to sum to 1")
     routed_scaling: float = Field(1.0, gt=0, le=1e6, description="factor on the experts' weights, after renormalize")
     balance: Literal["none", "auxiliary", "bias"] = Field(
@@ -332,6 +333,8 @@ class WithExperts(TransformerConfig):
         for name in ("shared_expert_gate", "shared_ffn_hidden_size"):
             if getattr(self, name) and not self.num_shared_experts:
                 yield f"{name} needs shared experts; set num_shared_experts, or leave {name} out"
+        if self.router_score == "sparsemixer" and (self.renormalize or self.balance == "bias" or groups > 1):
+            yield 'router_score "sparsemixer" needs renormalize = false, no router_groups, and no balance "bias"'
         if self.num_dense_layers >= self.num_layers:
             layers = f"num_dense_layers {self.num_dense_layers} of num_layers {self.num_layers}"
             yield f"{layers} leave no layer with experts; choose less"

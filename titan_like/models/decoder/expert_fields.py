@@ -25,6 +25,16 @@ def experts(
     )
 
 
+def _read_margin(fields: Fields, shape: Values) -> Values:
+    if noise := fields.number("input_jitter_noise", 0.0):
+        fields.notes.append(f"input_jitter_noise = {noise} (the models here are trained without noise)")
+    return {"router_margin": 2 * fields.number("router_jitter_noise", 0.01)}
+
+
+# Phi-MoE's.
+MARGIN = Field(_read_margin, lambda config: {"router_jitter_noise": config.router_margin / 2})
+
+
 def shared_width(theirs: str, default: int) -> Field:
     """The width of the shared experts together: as many as are as wide, or one of another width. 0: none."""
 

@@ -110,6 +110,7 @@ def _compared(config: DecoderConfig, has_kinds: bool) -> dict[str, Any]:
         "balance": config.balance == "bias" and config.num_experts > 0,
         "attention_scale": config.score_scale,
         "num_shared_experts": config.shared_width,
+        "router_group_score": config.router_group_score if config.router_groups > 1 else "",
     }
 
 

@@ -6,6 +6,7 @@ from titan_like.models.decoder.expert_fields import (
     BY_STEP,
     BY_TYPE,
     GROUP_LIMIT,
+    MARGIN,
     auxiliary_loss,
     experts,
     shared_width,
@@ -95,6 +96,13 @@ MOE_CLASSES = (
             "mlp.shared.gate": "shared_mlp.input_linear", "mlp.shared.up": "shared_mlp.input_linear",
             "mlp.shared.down": "shared_mlp.output_linear",
         },
+    ),
+    Class(
+        "PhimoeForCausalLM", ("phimoe",), (32064, 4096, 6400, 32, 32, 8, 131072),
+        {"norm": "layer", "router_score": "sparsemixer", "renormalize": False},
+        (HEAD_SIZE, BIAS, *experts("num_local_experts", 16, 2, "intermediate_size", 6400), auxiliary_loss(), MARGIN),
+        fixed=(fixed("num_experts_per_tok", 2), fixed("lm_head_bias", False)), eps=("rms_norm_eps", 1e-5),
+        layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_scaling=False)), names=_MIXTRAL_NAMES,
     ),
     Class(
         "MiniMaxM2ForCausalLM", ("minimax_m2",), (200064, 3072, 1536, 62, 48, 8, 196608), _SIGMOID | QK_ALL,

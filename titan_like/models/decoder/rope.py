@@ -49,6 +49,7 @@ class Rope:
     # A field with that part's width, whose absence is the default above, and the width of a head if that is absent.
     rotated: tuple[str, int] | None = None
     default_scaling: Mapping[str, Any] | None = None
+    has_scaling: bool = True
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
 
     def read(self, fields: Fields, max_seq_len: int) -> tuple[dict[str, Any], dict[str, Any], float]:
@@ -116,7 +117,8 @@ class Rope:
 
     def _read_scaling(self, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
         kind = "rope_type" if "rope_type" in table.values else "type"
-        table.must_be(kind, *(("default", "longrope", "su", "yarn") if self.is_longrope else ("default", *_SCALINGS)))
+        scalings = ("longrope", "su", "yarn") if self.is_longrope else tuple(_SCALINGS)
+        table.must_be(kind, "default", *(scalings if self.has_scaling else ()))
         table.get("type")
         name = table.get(kind, "default")
         if name == "default":

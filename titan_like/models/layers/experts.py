@@ -72,9 +72,13 @@ class Router(nn.Module):
         config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.linear()
         logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        scores = logits.softmax(1) if config.router_score == "softmax" else logits.sigmoid()
-        experts = self.choose(scores.detach() if self.bias is None else scores.detach() + self.bias)
-        weights = scores.gather(1, experts)
+        scores = logits.sigmoid() if config.router_score == "sigmoid" else logits.softmax(1)
+        if config.router_score == "sparsemixer":
+            experts = self.choose(logits.detach())
+            weights = self._mixed(logits, experts)
+        else:
+            experts = self.choose(scores.detach() if self.bias is None else scores.detach() + self.bias)
+            weights = scores.gather(1, experts)
         if config.renormalize:
             weights = F.normalize(weights, p=1.0, dim=1, eps=1e-20)  # scores of sigmoids may all be almost 0
         weights = weights * config.routed_scaling
@@ -83,6 +87,20 @@ class Router(nn.Module):
         offsets = torch.searchsorted(by_expert, numbers, right=True)
         routing = Routing(weights, order, offsets.to(torch.int32))
         return self._with_losses(routing, logits, scores, padding_mask) if self.training else routing
+
+    def _mixed(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """SparseMixer's weights at inference (arXiv 2409.12136), [n, E] and the best experts [n, k] → [n, k].
+
+        Each is a softmax over the experts that are left and almost as good as the chosen one.
+        """
+        left, weights = logits, []
+        for expert in experts.split(1, dim=1):
+            with torch.no_grad():
+                best = left.gather(1, expert)
+                is_less = (best - logits) / torch.maximum(logits.abs(), best) > self.config.router_margin
+            weights.append(left.masked_fill(is_less, -torch.inf).softmax(1).gather(1, expert))
+            left = left.scatter(1, expert, -torch.inf)
+        return torch.cat(weights, 1)
 
     def linear(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight [E, hidden] and bias [E] of the logits."""
@@ -108,7 +126,7 @@ class Router(nn.Module):
     ) -> Routing:
         """Count the choice, and let the backward pass of the weights also compute the losses' gradients."""
         config, offsets = self.config, routing.offsets
-        shares = scores if config.router_score == "softmax" else scores / scores.sum(1, keepdim=True)
+        shares = scores / scores.sum(1, keepdim=True) if config.router_score == "sigmoid" else scores
         squares = logits.logsumexp(1).square()
         if padding_mask is not None:
             is_padding = padding_mask.flatten()
