@@ -204,3 +204,12 @@ def test_a_row_as_families_md_writes_it_is_all_that_a_class_needs(
     folders.test_a_folder_of_transformers_is_read_and_written_again("jais2", tmp_path)
     folders.test_an_absent_field_has_the_default_of_the_class("jais2")
     test_what_is_ignored_transformers_ignores_too("jais2")
+
+
+def test_multi_token_prediction_of_qwen3_next_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    random_folder(*CASES["qwen3_next"], tmp_path / "hf")
+    tensors = files_of(tmp_path / "hf")
+    rewrite(tmp_path / "hf", tensors | {"mtp.fc.weight": torch.ones(2, 2)})
+    source = open_hugging_face(tmp_path / "hf", "--input")
+    assert f"1 of {len(tensors) + 1} tensors (mtp) are not of this model" in capsys.readouterr().err
+    from_hugging_face(source, tmp_path / "run")
