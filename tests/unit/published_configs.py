@@ -246,6 +246,13 @@ READ: dict[str, tuple[Table, str]] = {
            attention_multiplier=0.015625, router_aux_loss_coef=0.0, output_router_logits=False,
            attention_dropout=0.0, attention_bias=False, rms_norm_eps=1e-6, tie_word_embeddings=True), "",
     ),
+    "Hunyuan A13B": (
+        of("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", sizes(4096, 3072, 32, 32, 8, 128167, 32768), head_dim=128,
+           attention_head_dim=128, num_experts=64, moe_topk=[8] * 32, num_shared_expert=[1] * 32, use_qk_norm=True,
+           moe_intermediate_size=[3072] * 32, tie_word_embeddings=True, eod_token_id=127967,
+           rope_scaling={"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}),
+        "attention_head_dim moe_intermediate_size num_shared_expert use_qk_norm",
+    ),
     "FlexOlmo 7x7B": (
         of("flex_olmo", "FlexOlmoForCausalLM", sizes(4096, 11008, 32, 32, 32, 100352, 4096), num_experts=7,
            num_experts_per_tok=5, norm_topk_prob=False, rms_norm_eps=1e-6, rope_theta=500000.0,

@@ -197,7 +197,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {"shared_expert_intermediate_size": -1},
     "deepseek_v2": {"topk_method": "noaux_tc", "norm_topk_prob": True, "mlp_bias": True},
-    "phimoe": {"num_experts_per_tok": 3, "lm_head_bias": True, "rope_scaling": LINEAR},
+    "phimoe": {"num_experts_per_tok": 3, "rope_scaling": LINEAR},
     "minimax_m2": {"router_jitter_noise": 0.1, "output_router_logits": True, "rotary_dim": 0},
     "ernie4_5_moe": {"use_bias": True, "moe_layer_end_index": None, "moe_norm_min": 1.0},
     "qwen3_next": {

@@ -23,6 +23,7 @@ ROUTED |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "first_k
 QWEN_MOE = EXPERTS | {"moe_intermediate_size": 24, "sliding_window": WINDOW, "use_sliding_window": True}
 # What has no default in the class, or one that cannot be computed.
 NEEDED = {"dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}}
+NEEDED |= {"hunyuan_v1_moe": {"num_experts": 5, "moe_topk": 2}}
 NEEDED |= {"deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"head_dim": 128}}
 KINDS = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")]
 BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 60.0}}
@@ -156,7 +157,12 @@ CASES = {
     "flex_olmo": ("flex_olmo", WIDE | EXPERTS | {"norm_topk_prob": True, "attention_bias": True}),
     "phimoe": (
         "phimoe",
-        WIDE | {"num_local_experts": 6, "attention_bias": True, "router_jitter_noise": 0.6, "sliding_window": WINDOW},
+        WIDE | {"num_local_experts": 6, "attention_bias": True, "router_jitter_noise": 0.6, "sliding_window": WINDOW}
+        | {"lm_head_bias": True},
+    ),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        WIDE | {"num_experts": 5, "moe_topk": [2] * 4, "attention_bias": True, "rope_parameters": ALPHA},
     ),
     "granitemoeshared": (
         "granitemoeshared",

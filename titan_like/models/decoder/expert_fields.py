@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_like.models.decoder.config import FULL, DecoderConfig
-from titan_like.models.fields import Field, Values, renamed
+from titan_like.models.fields import Field, Values, converted, renamed
 from titan_like.models.hugging_face import Fields
 
 
@@ -33,6 +33,20 @@ def _read_margin(fields: Fields, shape: Values) -> Values:
 
 # Phi-MoE's.
 MARGIN = Field(_read_margin, lambda config: {"router_jitter_noise": config.router_margin / 2})
+
+
+def of_each_layer(ours: str, theirs: str, default: int, *aliases: str) -> Field:
+    """A positive whole number, or a list that has the same one for each layer."""
+
+    def parse(fields: Fields, name: str) -> int:
+        value = fields.get(name)
+        if isinstance(value, list) and value:
+            if any(number != value[0] for number in value):
+                fields.refuse(name, "of which all layers here must have the same")
+            return Fields({name: value[0]}).integer(name)
+        return fields.integer(name, default)
+
+    return converted(ours, (*aliases, theirs), parse)
 
 
 def shared_width(theirs: str, default: int) -> Field:

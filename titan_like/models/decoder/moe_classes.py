@@ -9,6 +9,7 @@ from titan_like.models.decoder.expert_fields import (
     MARGIN,
     auxiliary_loss,
     experts,
+    of_each_layer,
     shared_width,
 )
 from titan_like.models.decoder.fields import Layers, bias, head_size, latent_kv_heads
@@ -100,9 +101,25 @@ MOE_CLASSES = (
     Class(
         "PhimoeForCausalLM", ("phimoe",), (32064, 4096, 6400, 32, 32, 8, 131072),
         {"norm": "layer", "router_score": "sparsemixer", "renormalize": False},
-        (HEAD_SIZE, BIAS, *experts("num_local_experts", 16, 2, "intermediate_size", 6400), auxiliary_loss(), MARGIN),
-        fixed=(fixed("num_experts_per_tok", 2), fixed("lm_head_bias", False)), eps=("rms_norm_eps", 1e-5),
+        (HEAD_SIZE, BIAS, *experts("num_local_experts", 16, 2, "intermediate_size", 6400), auxiliary_loss(), MARGIN,
+         renamed("output_bias", "lm_head_bias", False)),
+        fixed=(fixed("num_experts_per_tok", 2),), eps=("rms_norm_eps", 1e-5),
         layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_scaling=False)), names=_MIXTRAL_NAMES,
+    ),
+    Class(
+        "HunYuanMoEV1ForCausalLM", ("hunyuan_v1_moe",), (290943, 4096, 11008, 32, 32, 0, 2048),
+        QK_HEAD | {"norm_after_rope": True, "num_shared_experts": 1, "balance": "none"},
+        (
+            HEAD_SIZE, BIAS, of_each_layer("num_experts", "num_experts", 1, "num_local_experts"),
+            of_each_layer("experts_per_token", "moe_topk", 1, "num_experts_per_tok"),
+            renamed("expert_ffn_hidden_size", "intermediate_size", 11008),
+        ),
+        eps=("rms_norm_eps", 1e-5), layers=Layers(rope=Rope(has_alpha=True)),
+        names={
+            "attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm",
+            "mlp.router": "mlp.gate.wg",
+            **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+        },
     ),
     Class(
         "MiniMaxM2ForCausalLM", ("minimax_m2",), (200064, 3072, 1536, 62, 48, 8, 196608), _SIGMOID | QK_ALL,
