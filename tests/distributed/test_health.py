@@ -203,6 +203,9 @@ def test_spikes_that_come_back_end_the_run(folder: Path) -> None:
     assert outcomes[0]["error"] == outcomes[1]["error"]
     assert outcomes[0]["error"].startswith("went back to step 8 3 times, but the loss spikes again (")
     assert outcomes[0]["error"].endswith("lower optimizer.lr")
+    in_a_row: dict[str, Any] = {"checkpoint__interval": 1, "health__max_consecutive_skips": 3}
+    outcomes = train(folder, "in a row", bad, health__loss_spike_action="rewind", **in_a_row)
+    assert outcomes[0]["error"].startswith("3 steps in a row up to step 10 had no usable gradients")
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_and_the_checkpoint_before_is_whole(folder: Path) -> None:

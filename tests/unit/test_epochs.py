@@ -9,7 +9,9 @@ import pytest
 from tests.unit.test_resumed_length import config_of, cosine, go_back, lines_of_changes, train
 from titan_like.checkpoint.step_folders import is_resumable
 from titan_like.config import ConfigError, load_config
+from titan_like.config.schema import Training
 from titan_like.data.loading import open_source
+from titan_like.data.loading.batch_size import in_samples
 from titan_like.models.registry import model_config
 from titan_like.planner.dry_run import dry_run
 from titan_like.planner.dry_run_page import format_dry_run
@@ -21,6 +23,7 @@ SETTINGS = {"lr_scheduler.warmup_steps": 4, "lr_scheduler.min_lr_ratio": 0.1, "d
 @pytest.mark.slow
 def test_a_run_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """1.6 epochs of 100 samples are 20 batches of 8; then it goes on with other batches, and to another length."""
+    assert in_samples(Training(steps=None, epochs=1.15), 100).samples == 115  # the product is a little less
     text, dump = tmp_path / "epoch.txt", tmp_path / "out"
     text.write_text("All work" * EPOCH)  # with the end-of-document token there is a label for each byte
     settings: dict[str, object] = SETTINGS | {"data.paths": f'["{text}"]', "training.epochs": 1.6}

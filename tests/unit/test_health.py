@@ -266,7 +266,7 @@ def test_exports_wait_for_an_update_and_a_resumed_run_knows_the_losses(
     with process_group(torch.device("cpu")):
         state = Trainer(prepared(settings | {"training.steps": 7})).state
     assert state.step == 5 and state.losses.recent == losses and len(losses) == 3
-    assert state.losses.consecutive_skips == 1
+    assert state.losses.consecutive_skips == 1 and state.losses.levels == {"since": 0.0, "first": losses[0]}
 
 
 DIVERGES = {"optimizer__name": "sgd", "optimizer__lr": 1e6, "health__skip_nonfinite": "false"}

@@ -42,6 +42,7 @@ def test_top_k_and_top_p_keep_what_their_definitions_keep(k, p):
     kept = [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in filtered]
     assert kept == [kept_by_definition(row, k, p) for row in logits.tolist()]
     assert torch.equal(filtered[filtered.isfinite()], logits[filtered.isfinite()])
+    assert torch.equal(filter_logits(logits, k, p, min_p=1e-30), filtered)  # which leaves all of these
 
 
 @pytest.fixture(scope="module", params=["gpt", "llama"])
