@@ -61,18 +61,21 @@ PROMPT = [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("prefix_lm", [False, True])
-@pytest.mark.parametrize("length", [4, 40])
-def test_temperature_0_takes_the_most_probable_token_after_the_last_max_seq_len(model, length, prefix_lm):
+@pytest.mark.parametrize(("length", "penalty"), [(4, 1.0), (40, 1.0), (40, 1.7)])
+def test_temperature_0_takes_the_most_probable_token_after_the_last_max_seq_len(model, length, penalty, prefix_lm):
     tokens = prompt = [(7 * i + 1) % 250 for i in range(length)]
     for _ in range(20):
         first = max(0, len(tokens) - model.config.max_seq_len)  # of the window
         ends = [max(at + 1, length - first) if prefix_lm else at + 1 for at in range(len(tokens) - first)]
         mask = KeyRanges(torch.zeros(1, len(ends), dtype=torch.int64), torch.tensor([ends]))
         with torch.no_grad():
-            tokens = [*tokens, int(model(Batch(torch.tensor([tokens[first:]]), document_mask=mask))[0, -1].argmax())]
-    greedy = [Sampling(20, temperature=0), Sampling(20, temperature=0, seed=5, top_k=3, top_p=0.1)]
-    greedy += [Sampling(20, top_k=1, seed=9), Sampling(20, temperature=1e-4, seed=9)]
-    for sampling in greedy:
+            logits = model(Batch(torch.tensor([tokens[first:]]), document_mask=mask))[0, -1]
+        for token in set(tokens):  # also of those before the window
+            logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+        tokens = [*tokens, int(logits.argmax())]
+    greedy = [{"temperature": 0}, {"temperature": 0, "seed": 5, "top_k": 3, "top_p": 0.1}]
+    greedy += [{"top_k": 1, "seed": 9}, {"temperature": 1e-4, "seed": 9}]
+    for sampling in (Sampling(20, repetition_penalty=penalty, **settings) for settings in greedy):
         assert generate(model, prompt, sampling, prefix_lm=prefix_lm) == tokens[length:]
 
 
