@@ -58,7 +58,7 @@ def _table(config: LlamaConfig, kind: LayerKind, positions: torch.Tensor) -> tup
     if not torch.allclose(turns, defined, rtol=bound(64, torch.float32), atol=0.0):  # else the model's own rounding
         turns = defined
     angles = torch.stack([at * turns for at in positions.flatten().tolist()]).unflatten(0, positions.shape)
-    return angles.cos(), angles.sin()
+    return angles.double().cos().float(), angles.double().sin().float()
 
 
 def _turn(size: int, kind: LayerKind, pair: int) -> float:
