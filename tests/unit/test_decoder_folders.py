@@ -206,10 +206,16 @@ def test_a_row_as_families_md_writes_it_is_all_that_a_class_needs(
     test_what_is_ignored_transformers_ignores_too("jais2")
 
 
-def test_multi_token_prediction_of_qwen3_next_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    random_folder(*CASES["qwen3_next"], tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("qwen3_next", "mtp.fc.weight"), ("ernie4_5_moe", "model.mtp_emb_norm.0.weight")]
+)
+def test_multi_token_prediction_that_transformers_leaves_out_is_left_out(
+    model_type: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    random_folder(*CASES[model_type], tmp_path / "hf")
     tensors = files_of(tmp_path / "hf")
-    rewrite(tmp_path / "hf", tensors | {"mtp.fc.weight": torch.ones(2, 2)})
+    rewrite(tmp_path / "hf", tensors | {name: torch.ones(2, 2)})
     source = open_hugging_face(tmp_path / "hf", "--input")
-    assert f"1 of {len(tensors) + 1} tensors (mtp) are not of this model" in capsys.readouterr().err
+    root = name.removeprefix("model.").partition(".")[0]
+    assert f"1 of {len(tensors) + 1} tensors ({root}) are not of this model" in capsys.readouterr().err
     from_hugging_face(source, tmp_path / "run")

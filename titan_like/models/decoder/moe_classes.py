@@ -224,7 +224,7 @@ MOE_CLASSES = (
             _NO_LOSS,
         ),
         eps=("rms_norm_eps", 1e-5), tied=True, layers=Layers(rope=Rope(("rope_theta", 500_000.0))), dense=BY_INTERVAL,
-        is_interleaved=True, has_stacked_bias=True,
+        is_interleaved=True, has_stacked_bias=True, others=("model.mtp_",),
         names={"mlp.router.bias": "mlp.moe_statics.e_score_correction_bias"},
     ),
 )
