@@ -6,7 +6,7 @@ from dataclasses import replace
 from titan_like.models.decoder.class_row import NAMES, Class
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.decoder.mixers import DeltaMixer, SoftmaxMixer
+from titan_like.models.decoder.mixers import DeltaMixer, LatentMixer, SoftmaxMixer
 from titan_like.models.hugging_face import Stored, fused, linear, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -32,10 +32,10 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
         mixer = config.mixer_of(config.kind_of(layer))
         if isinstance(mixer, DeltaMixer):
             yield from _delta_net(config, mixer, ours, theirs)
-        elif isinstance(mixer, SoftmaxMixer):
-            yield from _attention(config, row, ours, theirs, mixer.gate)
-        else:
+        elif isinstance(mixer, LatentMixer):
             yield from _latents(config, row, ours, theirs)
+        else:  # a mixer of a package may have attention's projections; `class_of` refuses its export
+            yield from _attention(config, row, ours, theirs, isinstance(mixer, SoftmaxMixer) and mixer.gate)
         if config.num_experts and layer not in dense_layers:
             yield from _experts(config, row, ours, theirs)
         else:
