@@ -60,7 +60,8 @@ class DeltaCore(nn.Module):
         starts, key_size = None if mask is None else mask.first, self.sizes[2]
         mixed = F.silu(short_convolution(mixed.flatten(2), conv, starts)).view(mixed.shape)
         q, k, v = mixed.split([key_size, key_size, mixed.shape[3] - 2 * key_size], 3)
-        strength, step = (gate.flatten(2) for gate in gates.chunk(2, 3))
+        # Not `chunk`: its gradient's strides are not those that torch 2.11 traces.
+        strength, step = gates.unflatten(3, (2, -1)).movedim(3, 0).flatten(3).unbind()
         dtype = torch.promote_types(step.dtype, torch.float32)
         g = -a_log.to(dtype).exp() * F.softplus(step.to(dtype) + dt_bias)
         v = v.unflatten(3, (-1, self.sizes[3])).flatten(2, 3)
