@@ -31,7 +31,7 @@ from titan_like.data.loading.loader import BackgroundLoader, GlobalSampler, Stat
 from titan_like.data.objectives.masks import Masks
 from titan_like.data.readers import raw_text, shards
 from titan_like.data.readers.indexed import DTYPES, IndexedWriter
-from titan_like.data.source import Source
+from titan_like.data.source import IGNORED_LABEL, Source
 from titan_like.data.text import preprocess
 from titan_like.models.registry import model_config
 from titan_like.train.setup import open_run_data
@@ -230,8 +230,8 @@ class Own(Source):
         return 100 if self.request.split == "train" else 30
 
     def sample(self, position: int) -> Batch:
-        tokens = torch.arange(SEQ + 1) * 7 + position + len(self.request.section.paths[0])
-        return Batch(tokens[:-1], tokens[1:])
+        tokens = torch.arange(self.request.seq_len + 1) * 7 + position + len(self.request.section.paths[0])
+        return Batch(tokens[:-1], tokens[1:].where(tokens[1:] % 3 > 0, IGNORED_LABEL))
 
 
 class OwnOrder(Own):
@@ -241,14 +241,15 @@ class OwnOrder(Own):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "paths"), [(Own, '[1, "a", 2, "bb"]'), (OwnOrder, '["a"]'), (OwnOrder, '[1, "a", 2, "bb"]')]
+    ("kind", "paths", "settings"),
+    [(Own, '[1, "a", 2, "bb"]', []), (OwnOrder, '["a"]', SPANS), (OwnOrder, '[1, "a", 2, "bb"]', [])],
 )
 def test_a_dataset_of_one_s_own_defines_itself(
-    kind: type, paths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type, paths: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(DATASETS, "own", f"{__name__}:{kind.__name__}")
     relay = WITHOUT_WORKERS if kind is OwnOrder else RELAY
-    config = config_of(tmp_path, "--job.seed=3", "--data.dataset=own", f"--data.paths={paths}")
+    config = config_of(tmp_path, "--job.seed=3", "--data.dataset=own", f"--data.paths={paths}", *settings)
     assert problem_of(config, tmp_path, relay) is None
     with data.the_run_has_another_seed():
         assert "train, read by 1 ranks" in str(problem_of(config, tmp_path))
