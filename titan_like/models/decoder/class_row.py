@@ -80,6 +80,7 @@ class Class:
     tied: bool = False
     layers: Layers = Layers()  # noqa: RUF009
     dense: DenseLayers | None = None  # layers without experts, if they need not be the first ones
+    may_be_dense: bool = False  # whether models may have no experts, in a class that has them
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
     has_experts_in_turn: bool = False

@@ -265,6 +265,12 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return next((f"the mixer of kinds.{name}" for name in kinds), "")
 
     @property
+    def num_blocks(self) -> int:
+        """As in the base class; layers may have only one."""
+        kinds = (self.kind(name) for _, name in self._layers(self.num_layers))
+        return sum(2 if kind.parts == "both" else 1 for kind in kinds)
+
+    @property
     def named_classes(self) -> tuple[type, ...]:
         """The mixers."""
         return tuple(type(self.mixer_of(name)) for name, kind in self.kinds.items() if kind.mixer)

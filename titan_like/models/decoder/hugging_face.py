@@ -91,10 +91,10 @@ def class_of(config: DecoderConfig, model_type: Any = None) -> ClassOf:
 def _lacks(config: DecoderConfig, row: Class) -> list[str]:
     """The names of the fields that models of a class have with other values."""
     has = {field.ours for field in row.all_fields}
-    if (config.kv_lora_rank > 0) != ("kv_lora_rank" in has):
-        return ["kv_lora_rank"] * 9
-    if config.num_experts and "num_experts" not in has:  # some classes with experts have models without any
-        return ["num_experts"] * 9
+    for name in ("kv_lora_rank", "num_experts"):
+        is_there = getattr(config, name) > 0
+        if is_there != (name in has) and (is_there or not row.may_be_dense):
+            return [name] * 9
     try:
         read_back = from_fields(Fields(ClassOf(row).to_fields(config)))
     except RefusedError:

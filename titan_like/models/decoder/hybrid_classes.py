@@ -51,7 +51,7 @@ def _read_types(fields: Fields, count: int | None, kinds: Mapping[str, str], *na
     values = {name: fields.get(name) for name in names}
     field = next((name for name in names if values[name]), names[0])
     types = values[field] or default
-    types = list(types) if field == "hybrid_override_pattern" else types
+    types = list(types) if field == "hybrid_override_pattern" and isinstance(types, str) else types
     if not isinstance(types, list) or len(types) != (count or len(types)) or any(name not in kinds for name in types):
         layers = "each layer" if count is None else f"each of the {count} layers"
         fields.refuse(field, f"which must say {' or '.join(kinds)} of {layers}")
@@ -212,7 +212,7 @@ HYBRID_CLASSES = (
             Field(_read_mlps, _write_mlps, "num_experts", ("num_local_experts",)),
         ),
         activation=choice("activation", "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        layers=GraniteLayers(), ignored=frozenset({"mamba_chunk_size"}),
+        layers=GraniteLayers(), may_be_dense=True, ignored=frozenset({"mamba_chunk_size"}),
         names={**_GRANITE_MOE.names, **{f"mlp.{part}": _GRANITE_MOE.names[f"mlp.shared.{part}"] for part in _MATRICES}},
     ),
     Class(
