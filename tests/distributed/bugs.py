@@ -97,6 +97,7 @@ DECODER, PARALLEL, OTHER_KINDS = (
     ["--job.config_file", LLAMA, "--model.family", "decoder", "--model.flavor", flavor]
     for flavor in ("debug", "debug_parallel", "debug_kinds")
 )
+GRANITE = ["--job.config_file", LLAMA, "--model.family", "decoder", "--model.flavor", "granite4_h_small"]
 LINEAR = ["--job.config_file", LLAMA, "--model.family", "decoder", "--model.flavor", "debug_linear"]
 LATENT = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_latent"]
 BIASES = [*MOE, "--model.family", "decoder", "--model.flavor", "debug_biases"]
@@ -334,6 +335,7 @@ BUGS = [
     (experts.experts_of_the_wrong_rank, [*EXPERTS, *DATA], "expert_parallel", Row.LOSS, "layers.0.mlp"),
     (latent.key_of_the_first_tensor_rank, [*LATENT, *SEQUENCE], TP, Row.GRADIENT, "layers."),
     (linear.steps_of_the_first_tensor_rank, [*LINEAR, *TENSOR], TP, Row.GRADIENT, "layers."),
+    (linear.shared_rows_of_the_first_tensor_rank, [*GRANITE, *TENSOR], TP, Row.GRADIENT, "layers."),
     (latent.groups_of_local_experts, [*LATENT, *EXPERTS[2:], *DATA], "expert_parallel", Row.LOSS, "layers.1.mlp"),
     (latent.next_labels_shifted_once, [*LATENT, *ONE], "one_process", Row.LOSS, "the loss"),
     (latent.next_labels_of_the_shard_shifted, [*LATENT, *GATHER[2:]], CP, Row.LOSS, "layers."),

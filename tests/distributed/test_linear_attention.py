@@ -1,4 +1,4 @@
-"""Layers with a gated delta net in parallel layouts, on packed documents."""
+"""Layers with a gated delta net or Mamba-2 in parallel layouts, on packed documents."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from titan_like.verify.verify import Verifier
 PACKED = {"data.reset_attention_mask": True, "data.reset_position_ids": True}
 HYBRID = {"model.family": "decoder", "model.flavor": "debug_linear"} | PACKED
 SHARDS = {"parallelism.data_parallel_shard_degree": 2}
-NEXT = {"model.flavor": "qwen3_next_80b_a3b"}
+NEXT, GRANITE = {"model.flavor": "qwen3_next_80b_a3b"}, {"model.flavor": "granite4_h_small"}
+MAMBA = {"model.flavor": "debug_mamba"}
 EXPERTS = {"parallelism.expert_parallel_degree": 2} | SHARDS
 CONTEXT = {"parallelism.context_parallel_degree": 2}
 
@@ -33,6 +34,9 @@ def verify(folder: Path, settings: dict[str, Any]) -> str:
         pytest.param(tensor(2) | pipeline(2) | SHARDS | zero(3), id="tensor, pipeline, zero 3"),
         pytest.param(tensor(2, sequence_parallel=True) | SHARDS | zero(1), id="sequence, zero 1"),
         pytest.param(NEXT | tensor(2, sequence_parallel=True) | EXPERTS, id="Qwen3-Next, tensor, experts"),
+        pytest.param(MAMBA | tensor(2) | pipeline(2) | SHARDS | zero(3), id="Mamba-2, tensor, pipeline, zero 3"),
+        pytest.param(MAMBA | tensor(2, sequence_parallel=True) | SHARDS | zero(3), id="Mamba-2, sequence, zero 3"),
+        pytest.param(GRANITE | tensor(2, sequence_parallel=True) | EXPERTS, id="Granite 4, tensor, experts"),
     ],
 )
 @pytest.mark.slow
@@ -46,8 +50,11 @@ def test_a_layout_computes_the_training_of_one_process(tmp_path: Path, layout: d
         (CONTEXT, r"layers\.0\.attention.* needs whole sequences, but a rank has only its CP shard of each"),
         (tensor(8), r"does not divide the model's num_attention_heads|kinds\.linear\.options\.key_heads \(4\)"),
         ({"data.prefix_lm": True}, "has layers with a recurrence, which is causal; leave it out"),
+        (MAMBA | CONTEXT, r"layers\.0\.attention.* needs whole sequences, but a rank has only its CP shard of each"),
+        (MAMBA | tensor(8), r"does not divide the model's num_attention_heads|kinds\.mamba\.options\.groups \(4\)"),
+        (MAMBA | {"data.prefix_lm": True}, "has layers with a recurrence, which is causal; leave it out"),
     ],
-    ids=["context", "heads", "prefix"],
+    ids=["context", "heads", "prefix", "Mamba-2, context", "Mamba-2, groups", "Mamba-2, prefix"],
 )
 def test_what_a_recurrence_cannot_do_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     config = base_config(tmp_path, HYBRID | settings)

@@ -12,6 +12,7 @@ import torch
 
 from tests.reference.delta_net import delta_net
 from tests.reference.rope import frequency_of, latent_factor, magnitude
+from tests.reference.state_space import mamba2
 
 Fields = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
@@ -99,6 +100,7 @@ def _linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
+_MIXERS = {"gated_delta_net": delta_net, "mamba2": mamba2}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: x / (1 + (-x).exp()),
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
@@ -170,24 +172,30 @@ class _Decoder:
         is_dense |= kind.get("dense", False) and number < self.fields["num_layers"]
 
         def attention(x: torch.Tensor) -> torch.Tensor:
-            if kind["mixer"] == "gated_delta_net":
-                return self.delta_net(f"{name}.attention", kind["options"], x)
+            if kind["mixer"] in _MIXERS:
+                return self.mixer(f"{name}.attention", kind, x)
             return attend(f"{name}.attention", kind, x)
 
         def mlp(x: torch.Tensor) -> torch.Tensor:
             return self.dense_mlp(f"{name}.mlp", x) if is_dense else self.sparse_mlp(f"{name}.mlp", x, counted)
 
+        both = {"attention": attention, "mlp": mlp}
+        one = {"mixer": "attention", "mlp": "mlp"}.get(kind.get("parts", "both"))
+        blocks = both if one is None else {one: both[one]}
         match self.fields["block"]:
             case "pre":
-                x = x + scale * attention(self.norm(f"{name}.attention_norm", x))
-                return x + scale * mlp(self.norm(f"{name}.mlp_norm", x))
+                for part, block in blocks.items():
+                    x = x + scale * block(self.norm(f"{name}.{part}_norm", x))
+                return x
             case "post":
-                x = x + scale * self.norm(f"{name}.attention_norm", attention(x))
-                return x + scale * self.norm(f"{name}.mlp_norm", mlp(x))
+                for part, block in blocks.items():
+                    x = x + scale * self.norm(f"{name}.{part}_norm", block(x))
+                return x
             case "sandwich":
-                attended = attention(self.norm(f"{name}.attention_norm", x))
-                x = x + scale * self.norm(f"{name}.attention_post_norm", attended)
-                return x + scale * self.norm(f"{name}.mlp_post_norm", mlp(self.norm(f"{name}.mlp_norm", x)))
+                for part, block in blocks.items():
+                    result = block(self.norm(f"{name}.{part}_norm", x))
+                    x = x + scale * self.norm(f"{name}.{part}_post_norm", result)
+                return x
             case "parallel":
                 attended = attention(self.norm(f"{name}.attention_norm", x))
                 return x + scale * attended + scale * mlp(self.norm(f"{name}.mlp_norm", x))
@@ -196,10 +204,10 @@ class _Decoder:
                 return x + scale * (attention(normed) + mlp(normed))
         raise AssertionError(self.fields["block"])
 
-    def delta_net(self, name: str, options: Mapping[str, int], x: torch.Tensor) -> torch.Tensor:
+    def mixer(self, name: str, kind: Fields, x: torch.Tensor) -> torch.Tensor:
         own = {key.removeprefix(f"{name}."): value for key, value in self.weights.items() if key.startswith(name)}
         linear, eps = (lambda part, x: self.linear(f"{name}.{part}", x)), self.fields["norm_eps"]
-        return delta_net(options, own, linear, eps, x, self.sample.documents)
+        return _MIXERS[kind["mixer"]](kind["options"], own, linear, eps, x, self.sample.documents)
 
     def attention(self, name: str, kind: Fields, x: torch.Tensor) -> torch.Tensor:
         fields, width = self.fields, self.fields["head_size"]

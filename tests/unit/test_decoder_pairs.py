@@ -58,6 +58,20 @@ HYBRID: dict[str, Any] = {
         },
     },
 }  # fmt: skip
+MAMBA = {"heads": 6, "head_size": 3, "groups": 3, "state_size": 4, "conv_size": 3, "min_step": 0.5, "chunk_size": 4}
+ONE_GROUP = MAMBA | {"groups": 1, "min_step": 0.0, "bias": True, "conv_bias": False}
+STATE_SPACE: dict[str, Any] = {  # layers of one block among them
+    "heads": {"num_attention_heads": 4, "num_kv_heads": 2},
+    "layers": {
+        "num_layers": 4, "layer_pattern": ["mamba", "mlp", "both", "attention"],
+        "kinds": {
+            "mamba": {"mixer": "mamba2", "rope_theta": 0.0, "options": MAMBA, "parts": "mixer"},
+            "mlp": {"rope_theta": 0.0, "parts": "mlp"},
+            "both": {"mixer": "mamba2", "rope_theta": 0.0, "options": ONE_GROUP},
+            "attention": {"parts": "mixer"},
+        },
+    },
+}  # fmt: skip
 FIRST_SEED = int(os.environ.get("PAIRS_SEED", random.randrange(10**6)))
 RANDOM_ROWS = int(os.environ.get("PAIRS_ROWS", "200"))
 
@@ -73,7 +87,10 @@ def rows() -> list[Row]:
     # Only a Llama's files have queries, keys and values apart, so that each has an adapter of its own.
     llama = {name: options[name == "lora"] for name, options in ALL.items()}
     documents = ALL["documents"][1:]
-    return [*cover(), llama, *(llama | HYBRID | {"lora": {}, "documents": one} for one in documents)]
+    hybrids = [llama | HYBRID | {"lora": {}, "documents": one} for one in documents]
+    blocks = [{"block": {"block": name}} for name in ("pre", "post", "sandwich")]
+    state_space = [llama | STATE_SPACE | {"lora": {}, "documents": documents[0]} | block for block in blocks]
+    return [*cover(), llama, *hybrids, *state_space, state_space[0] | {"experts": ALL["experts"][3]}]
 
 
 def batch_of(row: Row, step: int, generator: torch.Generator) -> tuple[Batch, Sample]:

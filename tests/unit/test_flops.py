@@ -111,7 +111,9 @@ def _(a, b, *_, **__):
 
 GATED = {"num_shared_experts": 2, "shared_expert_gate": True, "ffn_hidden_size": 96, "layer_pattern": ["dense", "full"]}
 GATED |= {"kinds": {"dense": {"dense": True}}}
-FLAVORS = [(family, "debug") for family in ("gpt", "llama", "bert", "t5", "moe")] + [("decoder", "debug_linear")]
+FLAVORS = [(family, "debug") for family in ("gpt", "llama", "bert", "t5", "moe")] + [
+    ("decoder", f"debug_{name}") for name in ("linear", "mamba")
+]
 
 
 @pytest.mark.parametrize(("family", "name", "more"), [*((*names, {}) for names in FLAVORS), ("moe", "debug", GATED)])

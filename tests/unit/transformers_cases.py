@@ -23,6 +23,10 @@ ROUTED |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "first_k
 QWEN_MOE = EXPERTS | {"moe_intermediate_size": 24, "sliding_window": WINDOW, "use_sliding_window": True}
 # What has no default in the class, or one that cannot be computed.
 NEEDED = {"dots1": {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}}
+NEEDED |= {
+    "granitemoehybrid": {"mamba_n_heads": 32},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},
+}
 NEEDED |= {"hunyuan_v1_moe": {"num_experts": 5, "moe_topk": 2}}
 NEEDED |= {"deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"head_dim": 128}}
 KINDS = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding")]
@@ -31,6 +35,11 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 70.0, "alpha": 5.0, "factor": 1.0
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
 DELTA |= {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
+MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_d_conv": 3}
+GRANITE = MAMBA | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3}
+GRANITE |= {"logits_scaling": 7.0, "layer_types": ["mamba", "attention", "mamba", "mamba"]}
+NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 14, "n_groups": 3, "ssm_state_size": 10, "conv_kernel": 3}
+NEMOTRON |= {"layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"], "layer_norm_epsilon": 1e-4}
 CASES = {
     "llama": ("llama", WIDE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mistral": ("mistral", WIDE | {"sliding_window": WINDOW, "num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -182,4 +191,16 @@ CASES = {
         | {"layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")]}
         | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}},
     ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        SMALL | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40}
+        | {"mamba_n_groups": 1, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        SMALL | GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 40, "mamba_n_groups": 2}
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": ("nemotron_h", WIDE | NEMOTRON | {"mlp_bias": True, "time_step_min": 0.6}),
+    "nemotron_h, biases": ("nemotron_h", SMALL | NEMOTRON | {"use_bias": True, "use_conv_bias": False, "n_groups": 1}),
 }  # fmt: skip

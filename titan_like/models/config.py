@@ -165,6 +165,11 @@ class TransformerConfig(BaseModel):
         return {}
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks that write to the residual stream."""
+        return 2 * self.num_layers
+
+    @property
     def named_classes(self) -> tuple[type, ...]:
         """Classes that fields name, of other packages, perhaps; what the model computes depends on their code."""
         return ()

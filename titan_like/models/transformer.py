@@ -228,13 +228,13 @@ class Transformer(nn.Module):
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:
         """Standard deviation of a matrix's initial values, or of each row's, [rows].
 
-        It is `init_std`. Matrices that write to the residual stream are scaled by 1/√(2·layers), as in GPT-2 (Radford
-        et al. 2019, section 2.3).
+        It is `init_std`. Matrices that write to the residual stream are scaled by 1/√blocks, two a layer, as in GPT-2
+        (Radford et al. 2019, section 2.3).
         """
         if name.endswith("lora_a"):  # uniform; √3 · std of kaiming_uniform_ with a = √5, as PEFT draws it
             return parameter.shape[1] ** -0.5
         residual = name.removesuffix(".weight").endswith(self.residual_outputs)
-        return self.config.init_std * ((2 * self.config.num_layers) ** -0.5 if residual else 1.0)
+        return self.config.init_std * (self.config.num_blocks**-0.5 if residual else 1.0)
 
 
 def shared_modules(layer: nn.Module) -> tuple[str, ...]:

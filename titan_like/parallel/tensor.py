@@ -67,7 +67,7 @@ def styles_of(plan: Plan, model: Transformer, sequence_parallel: bool) -> dict[s
     """
     styles: dict[str, ParallelStyle] = {}
     left_out = {name for name, module in model.named_children() if isinstance(module, nn.Identity)}
-    names = [name for name, _ in model.named_modules() if name not in left_out]
+    names = [name for name, module in model.named_modules() if not isinstance(module, nn.Identity)]
     for pattern, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(

@@ -313,14 +313,32 @@ class SplitHeads(TensorParallel):
             generator.set_state(state)
 
 
-class SplitDelta(TensorParallel):
-    """Splits the heads of a `DeltaCore`."""
+_OF_CHANNELS = ("weight", "bias", "conv", "a_log", "dt_bias", "skip")
 
-    placements: ClassVar = dict.fromkeys(("conv", "a_log", "dt_bias"), Shard(0))
 
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """Return the weights of this rank's heads."""
-        return tuple(map(local, super().weights()))  # type: ignore[misc]
+class SplitChannels(TensorParallel):
+    """Splits the heads or channels of a module that computes from its `weights`."""
+
+    placements: ClassVar = dict.fromkeys(_OF_CHANNELS, Shard(0))
+
+    def weights(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the weights of this rank's heads or channels."""
+        weights = super().weights()  # type: ignore[misc]
+        return tuple(None if weight is None else local(weight) for weight in weights)
+
+
+class SharedChannels(SplitChannels):
+    """Replicates, in a region, channels that all ranks' heads read."""
+
+    placements: ClassVar = dict.fromkeys(_OF_CHANNELS, Replicate())
+    always_partial = _OF_CHANNELS
+
+
+class SharedLinear(ColumnLinear):
+    """Replicates, in a region, a linear layer whose output all ranks' heads read."""
+
+    placements: ClassVar = dict.fromkeys(("weight", "bias", "lora_a", "lora_b"), Replicate())
+    always_partial: ClassVar[tuple[str, ...]] = ("weight", "bias", "lora_a", "lora_b")
 
 
 STYLES: dict[str, type[TensorParallel]] = {
@@ -334,7 +352,9 @@ STYLES: dict[str, type[TensorParallel]] = {
     "replicated_linear": ReplicatedLinear,
     "router": ReplicatedRouter,
     "split_heads": SplitHeads,
-    "delta_core": SplitDelta,
+    "split_channels": SplitChannels,
+    "shared_channels": SharedChannels,
+    "shared_linear": SharedLinear,
     "first_token": FirstTokenOfAll,
     "pooled_linear": PooledLinear,
     "pooled_dropout": DropoutOfAll,

@@ -32,6 +32,10 @@ NAMES = {
     "delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba",
     "delta.conv": "linear_attn.conv1d.weight", "delta.a_log": "linear_attn.A_log",
     "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
+    # Of Mamba-2.
+    "mamba.in_proj": "mamba.in_proj", "mamba.conv": "mamba.conv1d", "mamba.a_log": "mamba.A_log",
+    "mamba.dt_bias": "mamba.dt_bias", "mamba.skip": "mamba.D", "mamba.norm": "mamba.norm",
+    "mamba.proj": "mamba.out_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",  # gate = up: gate above up
     "mlp.router": "mlp.gate", "mlp.router.bias": "mlp.gate.e_score_correction_bias",  # on scores for the choice alone
     # One tensor an expert, or without {} one of all experts: gate above up of each, or with `has_experts_in_turn`
@@ -76,6 +80,7 @@ class Class:
     tied: bool = False
     layers: Layers = Layers()  # noqa: RUF009
     dense: DenseLayers | None = None  # layers without experts, if they need not be the first ones
+    may_be_dense: bool = False  # whether models may have no experts, in a class that has them
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
     has_experts_in_turn: bool = False

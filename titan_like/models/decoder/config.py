@@ -21,7 +21,7 @@ FULL = "full"  # the kind of all layers, unless layer_pattern names others
 
 
 class LayerKind(BaseModel):
-    """The mixer of a layer, its window, its rotary positions, and whether it has experts."""
+    """The mixer of a layer, its window, its rotary positions, and whether it has experts, or lacks a block."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -31,6 +31,7 @@ class LayerKind(BaseModel):
     mixer: str = Field("", description="attention, latent or a package's own; empty: latent if kv_lora_rank is set")
     options: dict[str, Any] = Field({}, description="fields of the mixer")
     dense: bool = Field(False, description="whether the MLP is dense where others have experts")
+    parts: Literal["both", "mixer", "mlp"] = Field("both", description="blocks of the layer: mixer, MLP, or both")
 
 
 class DecoderConfig(WithHeadSize, WithExperts):
@@ -173,6 +174,10 @@ class DecoderConfig(WithHeadSize, WithExperts):
             elif len(self.dense_layers) == self.num_layers:
                 yield f"all {self.num_layers} layers are of dense kinds; give layer_pattern a kind with experts"
         for name, kind in self.kinds.items():
+            if kind.parts != "both" and self.block.startswith("parallel"):
+                yield f'kinds.{name}.parts "{kind.parts}" does not fit block "{self.block}"; use "pre"'
+            if kind.parts == "mlp" and (kind.mixer or kind.options or kind.window):
+                yield f'kinds.{name}.parts "mlp" leaves out the mixer; leave out mixer, options and window'
             if kind.mixer not in ("", self.softmax_mixer):
                 if kind.mixer in ("attention", "latent"):
                     yield f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}'
@@ -260,6 +265,12 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return next((f"the mixer of kinds.{name}" for name in kinds), "")
 
     @property
+    def num_blocks(self) -> int:
+        """As in the base class; layers may have only one."""
+        kinds = (self.kind(name) for _, name in self._layers(self.num_layers))
+        return sum(2 if kind.parts == "both" else 1 for kind in kinds)
+
+    @property
     def named_classes(self) -> tuple[type, ...]:
         """The mixers."""
         return tuple(type(self.mixer_of(name)) for name, kind in self.kinds.items() if kind.mixer)
@@ -299,10 +310,12 @@ class DecoderConfig(WithHeadSize, WithExperts):
         return *Counter(self._layers(self.num_layers)).values(), *[1] * self.mtp_layers
 
     def _layers(self, count: int) -> list[tuple[bool, str]]:
-        """(whether the MLP is dense beside experts, name of the kind) of the first ``count`` layers."""
+        """(whether the MLP is dense beside experts, or left out; name of the kind) of the first ``count`` layers."""
         pattern = self.layer_pattern or [FULL]
         names = [pattern[number % len(pattern)] for number in range(count)]
-        return [(i < self.num_dense_layers or self.kind(name).dense, name) for i, name in enumerate(names)]
+        kinds = [self.kind(name) for name in names]
+        lack = [i < self.num_dense_layers or kind.dense or kind.parts == "mixer" for i, kind in enumerate(kinds)]
+        return list(zip(lack, names, strict=True))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -92,7 +92,8 @@ def _lacks(config: DecoderConfig, row: Class) -> list[str]:
     """The names of the fields that models of a class have with other values."""
     has = {field.ours for field in row.all_fields}
     for name in ("kv_lora_rank", "num_experts"):
-        if (getattr(config, name) > 0) != (name in has):
+        is_there = getattr(config, name) > 0
+        if is_there != (name in has) and (is_there or not row.may_be_dense):
             return [name] * 9
     try:
         read_back = from_fields(Fields(ClassOf(row).to_fields(config)))

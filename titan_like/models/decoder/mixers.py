@@ -20,6 +20,7 @@ from titan_like.models.layers.delta_net import DELTA_PLAN, DeltaCore, GatedDelta
 from titan_like.models.layers.delta_rule import CHUNK
 from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, latent_scale
 from titan_like.models.layers.norms import make_norm
+from titan_like.models.layers.state_space import Mamba2, StateSpaceCore, mamba_plan
 
 
 class Mixer(BaseModel):
@@ -177,3 +178,48 @@ class DeltaMixer(Mixer):
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """As in the base class; the state still goes on from chunk to chunk."""
         return {"key_head_size": 8, "value_head_size": 8, "chunk_size": max(1, seq_len // 4)}
+
+
+class MambaMixer(Mixer):
+    """`Mamba2`."""
+
+    not_in_weights = frozenset({"chunk_size"})
+    supports_masks = True
+    supports_prefixes = False
+    shares_kv_heads = True  # it has none
+
+    heads: int = Field(gt=0, le=2**20, description="heads, each of which has a state")
+    head_size: int = Field(gt=0, le=2**20, description="width of a head")
+    groups: int = Field(1, gt=0, le=2**20, description="groups of heads, which share b and c and have a norm each")
+    state_size: int = Field(gt=0, le=2**20, description="width of b and c")
+    conv_size: int = Field(4, gt=0, le=64, description="positions that the convolution sees")
+    conv_bias: bool = Field(True, description="whether the convolution has biases")
+    bias: bool = Field(False, description="whether the projections have biases")
+    min_step: float = Field(0.0, ge=0, le=1e6, description="steps are at least this")
+    chunk_size: int = Field(CHUNK, gt=0, le=2**16, description="positions that are computed together")
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        if self.heads % self.groups:
+            raise ValueError(f"groups {self.groups} does not divide heads {self.heads}; use a divisor")
+        return self
+
+    def build(self, config: DecoderConfig, kind: LayerKind) -> Mamba2:
+        """As in the base class."""
+        sizes = self.heads, self.groups, self.head_size, self.state_size
+        core = StateSpaceCore(*sizes, self.min_step, self.chunk_size)
+        return Mamba2(config.hidden_size, core, self.conv_size, config.norm_eps, self.bias, self.conv_bias)
+
+    def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
+        """As in the base class."""
+        return mamba_plan(self.groups)
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """As in the base class: groups, or the heads of the only one."""
+        return {"heads": self.heads} if self.groups == 1 else {"groups": self.groups}
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """As in the base class; the state still goes on from chunk to chunk."""
+        heads = self.groups * min(self.heads // self.groups, 8)
+        return {"heads": heads, "head_size": 8, "state_size": 8, "chunk_size": max(1, seq_len // 4)}

@@ -19,27 +19,35 @@ from titan_like.models.transformer import Labels, Transformer, VocabularyBias
 
 
 class DecoderLayer(nn.Module):
-    """A block of attention and one of an MLP. What a block computes is added to the hidden states."""
+    """A block of attention and one of an MLP. What a block computes is added to the hidden states.
+
+    A layer without one of them has `nn.Identity` in its place, and no norm for it.
+    """
 
     def __init__(self, config: DecoderConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.block, self.residual_scale = config.block, config.residual_scale
         self.has_experts = isinstance(mlp, SparseMLP)
-        has_two = config.block == "sandwich"
-        self.attention_norm = norm_of(config)
+        self.has_attention, self.has_mlp = (not isinstance(part, nn.Identity) for part in (attention, mlp))
+        has_two, has_one = config.block == "sandwich", config.block == "parallel_one_norm"
+        self.attention_norm = norm_of(config) if self.has_attention else nn.Identity()
         self.attention = attention
-        self.attention_post_norm = norm_of(config) if has_two else None
-        self.mlp_norm = nn.Identity() if config.block == "parallel_one_norm" else norm_of(config)
+        self.attention_post_norm = norm_of(config) if has_two and self.has_attention else None
+        self.mlp_norm = norm_of(config) if self.has_mlp and not has_one else nn.Identity()
         self.mlp = mlp
-        self.mlp_post_norm = norm_of(config) if has_two else None
+        self.mlp_post_norm = norm_of(config) if has_two and self.has_mlp else None
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]."""
         if self.block == "post":
-            x = self.add(x, self.attention(x, context), self.attention_norm)
-            return self.add(x, self.feed_forward(x, context), self.mlp_norm)
-        normed = self.attention_norm(x)
-        after = self.add(x, self.attention(normed, context), self.attention_post_norm)
+            if self.has_attention:
+                x = self.add(x, self.attention(x, context), self.attention_norm)
+            return self.add(x, self.feed_forward(x, context), self.mlp_norm) if self.has_mlp else x
+        normed, after = self.attention_norm(x), x
+        if self.has_attention:
+            after = self.add(x, self.attention(normed, context), self.attention_post_norm)
+        if not self.has_mlp:
+            return after
         entered = {"parallel": x, "parallel_one_norm": normed}.get(self.block, after)
         return self.add(after, self.feed_forward(self.mlp_norm(entered), context), self.mlp_post_norm)
 
@@ -121,7 +129,10 @@ class Decoder(Transformer):
         """Build the layer with this number."""
         config, mlp = self.config, GatedMLP if self.config.gated else PlainMLP
         layer = DecoderLayer if number < config.num_layers else MTPLayer
-        attention = self.new_attention(number)
+        parts = config.kind(config.kind_of(number)).parts
+        attention = nn.Identity() if parts == "mlp" else self.new_attention(number)
+        if parts == "mixer":
+            return layer(config, attention, nn.Identity())
         if config.num_experts and number not in config.dense_layers:
             return layer(config, attention, SparseMLP(config))
         dense = mlp(config.hidden_size, config.ffn_hidden_size, config.activation, bias=config.mlp_bias)

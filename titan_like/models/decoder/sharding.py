@@ -32,12 +32,13 @@ def _below(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
 def _plan(config: DecoderConfig) -> dict[str, Any]:
     """Experts are left to `titan_like.parallel.experts`. Shared ones are split as dense MLPs are."""
     plan: dict[str, Any] = dict(_AROUND_MLPS)
-    mixers = {name: config.mixer_of(name).plan(config) for name in config.kind_names}
-    if all(mixer == mixers[config.kind_names[0]] for mixer in mixers.values()):
-        plan |= _below("layers.*.attention", mixers[config.kind_names[0]])
+    parts = {name: config.kind(name).parts for name in config.kind_names}
+    mixers = {name: config.mixer_of(name).plan(config) for name in parts if parts[name] != "mlp"}
+    if all(mixer == next(iter(mixers.values())) for mixer in mixers.values()):
+        plan |= _below("layers.*.attention", next(iter(mixers.values()), {}))
     else:
         for number in range(len(config.layer_kinds)):
-            plan |= _below(f"layers.{number}.attention", mixers[config.kind_of(number)])
+            plan |= _below(f"layers.{number}.attention", mixers.get(config.kind_of(number), {}))
     if config.block == "sandwich":
         plan |= {f"layers.*.{block}_post_norm": "norm" for block in ("attention", "mlp")}
     if config.block == "parallel_one_norm":
@@ -50,7 +51,7 @@ def _plan(config: DecoderConfig) -> dict[str, Any]:
     dense = [_MLP]
     if config.num_experts:
         plan[f"{_MLP}.router"] = "router"
-        dense = [f"layers.{number}.mlp" for number in config.dense_layers]
+        dense = [f"layers.{number}.mlp" for number in config.dense_layers if parts[config.kind_of(number)] != "mixer"]
         dense += [f"{_MLP}.shared"] if config.num_shared_experts else []
     if config.shared_expert_gate:
         plan[f"{_MLP}.shared_gate"] = "replicated_linear"
@@ -58,6 +59,9 @@ def _plan(config: DecoderConfig) -> dict[str, Any]:
         plan |= {prefix + name.removeprefix(_MLP): style for name, style in _DENSE.items()}
         if not config.gated:
             del plan[f"{prefix}.gate"]
+    for only, lacking in (("mixer", _MLP), ("mlp", "layers.*.attention")):
+        if set(parts.values()) == {only}:
+            plan = {name: style for name, style in plan.items() if not name.startswith(lacking)}
     return plan
 
 

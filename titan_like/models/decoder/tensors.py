@@ -6,7 +6,7 @@ from dataclasses import replace
 from titan_like.models.decoder.class_row import NAMES, Class
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.decoder.mixers import DeltaMixer, LatentMixer, SoftmaxMixer
+from titan_like.models.decoder.mixers import DeltaMixer, LatentMixer, MambaMixer, SoftmaxMixer
 from titan_like.models.hugging_face import Stored, fused, linear, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -27,18 +27,24 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
     for layer in range(numbers.stop):
         ours = f"layers.{layer}."
         theirs = {name: f"{names['layers']}.{layer}.{of_layer}" for name, of_layer in names.items()}
+        parts, mixer = config.kind(config.kind_of(layer)).parts, config.mixer_of(config.kind_of(layer))
+        lacking = {"mlp": "attention", "mixer": "mlp"}.get(parts, "neither")
         for name in {"sandwich": _NORMS, "parallel_one_norm": _NORMS[:1]}.get(config.block, _NORMS[::2]):
-            yield from _norm(config, ours + name, theirs[name])
-        mixer = config.mixer_of(config.kind_of(layer))
-        if isinstance(mixer, DeltaMixer):
+            if not name.startswith(lacking):
+                yield from _norm(config, ours + name, theirs[name])
+        if parts == "mlp":
+            pass
+        elif isinstance(mixer, DeltaMixer):
             yield from _delta_net(config, mixer, ours, theirs)
+        elif isinstance(mixer, MambaMixer):
+            yield from _mamba(config, mixer, ours, theirs)
         elif isinstance(mixer, LatentMixer):
             yield from _latents(config, row, ours, theirs)
         else:  # a mixer of a package may have attention's projections; `class_of` refuses its export
             yield from _attention(config, row, ours, theirs, isinstance(mixer, SoftmaxMixer) and mixer.gate)
         if config.num_experts and layer not in dense_layers:
             yield from _experts(config, row, ours, theirs)
-        else:
+        elif parts != "mixer":
             yield from _mlp(config, f"{ours}mlp", "mlp", theirs, config.ffn_hidden_size)
         if layer in numbers:
             for name in ("enorm", "hnorm", "norm"):
@@ -68,6 +74,29 @@ def _delta_net(config: DecoderConfig, mixer: DeltaMixer, ours: str, theirs: dict
         yield whole(f"{ours}core.{name}", theirs[f"delta.{name}"], (heads,))
     yield from linear(f"{ours}norm", theirs["delta.norm"], (mixer.value_head_size,), False)
     yield from linear(f"{ours}proj", theirs["delta.proj"], (hidden, values), False)
+
+
+def _mamba(config: DecoderConfig, mixer: MambaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+    """One matrix has the rows of gates, inputs, b, c and steps, and one convolution those of inputs, b and c."""
+    ours, heads, groups = f"{ours}attention.", mixer.heads, mixer.groups
+    width, states = heads * mixer.head_size, groups * mixer.state_size
+    for part, columns in (("weight", (config.hidden_size,)), ("bias", ()))[: 2 if mixer.bias else 1]:
+        source = {f"{theirs['mamba.in_proj']}.{part}": (2 * (width + states) + heads, *columns)}
+        name = f"{ours}{{}}.{part}"
+        taken = (2 * width,)
+        yield Stored(name.format("zx"), (2 * width, *columns), source, (width, width), heads, taken=taken)
+        taken = (2 * width, -heads)
+        yield Stored(name.format("bc"), (2 * states, *columns), source, (states, states), groups, taken=taken)
+        yield Stored(name.format("dt"), (heads, *columns), source, taken=(-heads, None))
+    for part, columns in (("weight", (1, mixer.conv_size)), ("bias", ()))[: 2 if mixer.conv_bias else 1]:
+        source = {f"{theirs['mamba.conv']}.{part}": (width + 2 * states, *columns)}
+        yield Stored(f"{ours}x_conv.{part}", (width, *columns), source, taken=(width,))
+        name, taken = f"{ours}bc_conv.{part}", (width, None)
+        yield Stored(name, (2 * states, *columns), source, (states, states), groups, taken=taken)
+    for name in ("a_log", "dt_bias", "skip"):
+        yield whole(f"{ours}core.{name}", theirs[f"mamba.{name}"], (heads,))
+    yield from linear(f"{ours}norm", theirs["mamba.norm"], (width,), False)
+    yield from linear(f"{ours}proj", theirs["mamba.proj"], (config.hidden_size, width), mixer.bias)
 
 
 def _attention(

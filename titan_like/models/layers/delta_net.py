@@ -13,14 +13,14 @@ from titan_like.models.layers.delta_rule import chunk_products, gated_delta_rule
 from titan_like.models.layers.key_ranges import KeyRanges
 
 
-def _uniform(normal: torch.Tensor) -> torch.Tensor:
+def uniform(normal: torch.Tensor) -> torch.Tensor:
     """N(0, 1) → uniform between 0 and 1."""
     return torch.special.ndtr(normal)
 
 
-def _initial_steps(normal: torch.Tensor) -> torch.Tensor:
+def initial_steps(normal: torch.Tensor) -> torch.Tensor:
     """The inverse softplus of steps of 0.001 to 0.1, uniform in their logarithm, as in Mamba (arXiv 2312.00752)."""
-    steps = (math.log(1e-3) + math.log(100) * _uniform(normal)).exp()
+    steps = (math.log(1e-3) + math.log(100) * uniform(normal)).exp()
     return steps + (-(-steps).expm1()).log()
 
 
@@ -29,9 +29,9 @@ class DeltaCore(nn.Module):
 
     # What initial weights become that are drawn from N(0, 1).
     initial_values: ClassVar[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-        "conv": lambda normal: (2 * _uniform(normal) - 1) / math.sqrt(normal.shape[2]),
-        "a_log": lambda normal: (16 * _uniform(normal)).clamp(min=0.01).log(),
-        "dt_bias": _initial_steps,
+        "conv": lambda normal: (2 * uniform(normal) - 1) / math.sqrt(normal.shape[2]),
+        "a_log": lambda normal: (16 * uniform(normal)).clamp(min=0.01).log(),
+        "dt_bias": initial_steps,
     }
 
     def __init__(self, key_heads: int, value_heads: int, key_size: int, value_size: int, taps: int, chunk: int) -> None:
@@ -99,7 +99,7 @@ DELTA_PLAN = {
     "": "region",
     "qkvz": "column_linear",
     "ba": "column_linear",
-    "core": "delta_core",
+    "core": "split_channels",
     "norm": "head_norm",
     "proj": "row_linear",
 }

@@ -82,23 +82,9 @@ def chunked_gated_delta_rule(
     batch, seq, heads, value_size = v.shape
     key_heads, key_size = k.shape[2:]
     result_dtype, dtype = v.dtype, torch.promote_types(v.dtype, torch.float32)
-
-    def chunked(x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, n, size] → [chunks, batch, key heads, n / key heads, chunk, size], filled up with zeros."""
-        x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, -seq % chunk))
-        return x.unflatten(1, (-1, chunk)).unflatten(3, (key_heads, -1)).permute(1, 0, 3, 4, 2, 5).contiguous()
-
-    q, k, v, beta = key_size**-0.5 * chunked(q), chunked(k), chunked(v), chunked(beta[..., None])
-    log_decay = chunked(g[..., None]).cumsum(4)  # since the chunk's beginning
-    order = torch.arange(chunk, device=v.device)
-    is_hidden = order[:, None] < order
-    since_chunk = log_decay.exp()  # what is left, at each position, of the state before the chunk
-    if starts is not None:
-        # Where each position's document begins, counted from the position's chunk.
-        first = chunked(starts[..., None, None].expand(-1, -1, key_heads, -1)).to(torch.int64)
-        first = first - chunk * torch.arange(len(first), device=v.device).view(-1, 1, 1, 1, 1, 1)
-        is_hidden, since_chunk = is_hidden | (order < first), since_chunk.masked_fill(first >= 0, 0)
-    decay = (log_decay - log_decay.mT).masked_fill(is_hidden, -torch.inf).exp()  # from each position to each later one
+    q, k, v, beta = (in_chunks(x.to(dtype), key_heads, chunk) for x in (q, k, v, beta[..., None]))
+    q = key_size**-0.5 * q
+    decay, since_chunk = chunk_decays(g.to(dtype), starts, key_heads, chunk)
 
     # A correction depends on those before it in the chunk, and linearly on the state before the chunk.
     system = k @ k.mT * beta * decay
@@ -127,6 +113,32 @@ def chunked_gated_delta_rule(
     return output.reshape(batch, -1, heads, value_size)[:, :seq].to(result_dtype)
 
 
+def in_chunks(x: torch.Tensor, groups: int, chunk: int) -> torch.Tensor:
+    """[batch, seq, n, size] → [chunks, batch, groups, n / groups, chunk, size], filled up with zeros."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    return x.unflatten(1, (-1, chunk)).unflatten(3, (groups, -1)).permute(1, 0, 3, 4, 2, 5).contiguous()
+
+
+def chunk_decays(
+    g: torch.Tensor, starts: torch.Tensor | None, groups: int, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is left, at each position of a chunk, of each earlier one, and of the state before the chunk.
+
+    Logs of decays ``g`` [batch, seq, heads] and ``starts`` as in `chunked_gated_delta_rule` → [chunks, batch, groups,
+    heads / groups, chunk, chunk] and [..., chunk, 1].
+    """
+    log_decay = in_chunks(g[..., None], groups, chunk).cumsum(4)  # since the chunk's beginning
+    order = torch.arange(chunk, device=g.device)
+    is_hidden = order[:, None] < order
+    since_chunk = log_decay.exp()
+    if starts is not None:
+        # Where each position's document begins, counted from the position's chunk.
+        first = in_chunks(starts[..., None, None].expand(-1, -1, groups, -1), groups, chunk)
+        first = first - chunk * torch.arange(len(first), device=g.device).view(-1, 1, 1, 1, 1, 1)
+        is_hidden, since_chunk = is_hidden | (order < first), since_chunk.masked_fill(first >= 0, 0)
+    return (log_decay - log_decay.mT).masked_fill(is_hidden, -torch.inf).exp(), since_chunk
+
+
 def chunk_products(seq: int, key_heads: int, heads: int, key_size: int, value_size: int, chunk: int = CHUNK) -> int:
     """Multiplications of a sequence in `chunked_gated_delta_rule`, of which a triangular system is a whole matrix."""
     chunks = -(-seq // chunk)
@@ -134,11 +146,13 @@ def chunk_products(seq: int, key_heads: int, heads: int, key_size: int, value_si
     return chunks * chunk**2 * pairs + (chunks - 1) * chunk * 3 * heads * key_size * value_size
 
 
-def short_convolution(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+def short_convolution(
+    x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Causal convolution of each channel within its document.
 
-    x [batch, seq, channels] and weight [channels, 1, taps] → like x. ``starts`` as in `chunked_gated_delta_rule`. It is
-    a sum of elementwise products, which a compiler fuses.
+    x [batch, seq, channels], weight [channels, 1, taps] and bias [channels] → like x. ``starts`` as in
+    `chunked_gated_delta_rule`. It is a sum of elementwise products, which a compiler fuses.
     """
     seq, taps = x.shape[1], weight.shape[2]
     padded = F.pad(x, (0, 0, taps - 1, 0))
@@ -150,4 +164,4 @@ def short_convolution(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tenso
         if starts is not None:
             product = product.masked_fill((order - lag < starts)[..., None], 0)
         total = total + product
-    return total.to(x.dtype)
+    return (total if bias is None else total + bias).to(x.dtype)

@@ -28,6 +28,24 @@ class OffsetLayerNorm(OffsetNorm, nn.LayerNorm):
     """LayerNorm (arXiv 1607.06450) times 1 + weight, plus a bias."""
 
 
+class GroupRMSNorm(nn.Module):
+    """RMSNorm over each group of consecutive elements, with a weight for each element."""
+
+    def __init__(self, width: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = width // groups, eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def weights(self) -> tuple[torch.Tensor]:
+        """The weight of the groups that this process computes."""
+        return (self.weight,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] → the same shape."""
+        normed = F.rms_norm(x.unflatten(-1, (-1, self.size)), (self.size,), None, self.eps)
+        return normed.flatten(-2) * self.weights()[0]
+
+
 Kind = Literal["rms", "layer", "layer_no_bias", "layer_no_weight"]
 
 
