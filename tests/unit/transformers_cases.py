@@ -29,6 +29,7 @@ KINDS = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding
 BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 60.0}}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 70.0, "alpha": 5.0, "factor": 1.0}
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+CHUNKED = {"attention_chunk_size": WINDOW, "attn_scale": 0.7, "bos_token_id": None, "eos_token_id": None}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
 DELTA |= {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
 CASES = {
@@ -175,6 +176,19 @@ CASES = {
         | {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "attention_bias": True},
     ),
     "qwen3_moe, windows": ("qwen3_moe", WIDE | QWEN_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "llama4_text": (
+        "llama4_text",
+        WIDE | CHUNKED
+        | {"num_local_experts": 5, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40, "floor_scale": 3}
+        | {"num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 1, 0], "rope_parameters": LLAMA3},
+    ),
+    "llama4_text, no norm": (
+        "llama4_text",
+        WIDE | CHUNKED
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "use_qk_norm": False, "attention_bias": True}
+        | {"layer_types": [f"{kind}_attention" for kind in ("chunked", "full", "full", "chunked")]}
+        | {"no_rope_layers": [1, 0, 1, 0], "attn_temperature_tuning": False, "tie_word_embeddings": True},
+    ),
     "qwen3_next": (
         "qwen3_next",
         WIDE | EXPERTS | DELTA | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}

@@ -248,6 +248,7 @@ class WithExperts(TransformerConfig):
     router_margin: float = Field(0.02, ge=0, le=1e6, description="sparsemixer: share by which other logits may be less")
     renormalize: bool = Field(True, description="normalise the weights of a token's experts to sum to 1")
     routed_scaling: float = Field(1.0, gt=0, le=1e6, description="factor on the experts' weights, after renormalize")
+    scale_expert_inputs: bool = Field(False, description="the weights multiply experts' inputs, not results (Llama 4)")
     balance: Literal["none", "auxiliary", "bias"] = Field(
         "auxiliary", description="load balancing: an auxiliary loss, a bias on the scores for the choice alone, or none"
     )

@@ -154,6 +154,17 @@ class SplitNorm(TensorParallel):
         return (values * root * factor_of(self, local(self.weight))).to(x.dtype)
 
 
+class SplitNormOfHeads(TensorParallel):
+    """Splits the weights of a `NormOfHeads` in a region: each rank has its own heads."""
+
+    placements: ClassVar = {"weight": Shard(0)}
+    head_dim: int
+
+    def weights(self) -> torch.Tensor:
+        """Return the weights of this rank's heads."""
+        return local(self.weight).view(-1, self.head_dim)
+
+
 class VocabularyEmbedding(TensorParallel):
     """Splits the rows of the table. A rank gives zeros for tokens in other ranks' rows, and the results are summed."""
 
@@ -331,6 +342,7 @@ STYLES: dict[str, type[TensorParallel]] = {
     "norm": Norm,
     "head_norm": HeadNorm,
     "split_norm": SplitNorm,
+    "norm_of_heads": SplitNormOfHeads,
     "replicated_linear": ReplicatedLinear,
     "router": ReplicatedRouter,
     "split_heads": SplitHeads,

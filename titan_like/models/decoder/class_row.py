@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from titan_like.models.decoder.expert_fields import DenseLayers
 from titan_like.models.decoder.fields import (
@@ -34,8 +34,8 @@ NAMES = {
     "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",  # gate = up: gate above up
     "mlp.router": "mlp.gate", "mlp.router.bias": "mlp.gate.e_score_correction_bias",  # on scores for the choice alone
-    # One tensor an expert, or without {} one of all experts: gate above up of each, or with `has_experts_in_turn`
-    # transposed, where gate = up has rows of both in turn.
+    # One tensor an expert, or without {} one of all experts: gate above up of each. With `transposed_experts` they are
+    # parameters, transposed, where gate = up has rows of both in turn, or in two halves.
     "mlp.experts.gate": "mlp.experts.{}.gate_proj", "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj", "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj", "mlp.shared.down": "mlp.shared_experts.down_proj",
@@ -78,7 +78,7 @@ class Class:
     dense: DenseLayers | None = None  # layers without experts, if they need not be the first ones
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
-    has_experts_in_turn: bool = False
+    transposed_experts: Literal["", "in turn", "in halves"] = ""
     has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
     others: tuple[str, ...] = ()  # how names of tensors begin that files have and the class leaves out

@@ -147,8 +147,9 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
             if "{}" in source:
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(tensors, size))
-            elif row.has_experts_in_turn:  # gate and up in turn, each matrix transposed
-                taken, times = {"gate": ((0, None, 2), 2), "up": ((1, None, 2), 2), "down": ((), 1)}[name]
+            elif row.transposed_experts:
+                halves = [(0, None, 2), (1, None, 2)] if row.transposed_experts == "in turn" else [(ffn,), (ffn, None)]
+                taken, times = {"gate": (halves[0], 2), "up": (halves[1], 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
             else:  # gate above up

@@ -89,12 +89,12 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
-def query_temperature(positions: torch.Tensor, factor: float, period: int) -> torch.Tensor:
+def query_temperature(positions: torch.Tensor, factor: float, period: int, offset: int = 0) -> torch.Tensor:
     """What multiplies queries, so that attention to many keys stays sharp (arXiv 2501.19399): float32 [..., seq].
 
-    It grows with the logarithm of the integer positions [..., seq], and is 1 up to ``period``.
+    It grows with the logarithm of the integer positions [..., seq] plus ``offset``, and is 1 up to ``period``.
     """
-    return 1 + factor * torch.log(1 + (positions // period).float())
+    return 1 + factor * torch.log(1 + ((positions + offset) // period).float())
 
 
 class RelativeBias(nn.Module):

@@ -107,7 +107,8 @@ class FlexCore(AttentionCore):
 
     def attend_to_ranges(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: KeyRanges) -> torch.Tensor:
         """As in the base class."""
-        return flex_attention(q, k, v, ranges.window, self.scores_of(q), _flex_attention)
+        window = -ranges.window if self.has_chunks else ranges.window
+        return flex_attention(q, k, v, window, self.scores_of(q), _flex_attention)
 
 
 _STEPS = cp_attention.BlockSteps.default()
