@@ -334,6 +334,17 @@ class SplitDelta(TensorParallel):
         return tuple(map(local, super().weights()))  # type: ignore[misc]
 
 
+class SharedXIELU(TensorParallel):
+    """Replicates the parameters of an `XIELU` in a region, where each rank has its own part of the hidden layer."""
+
+    placements: ClassVar = dict.fromkeys(("alpha_p", "alpha_n"), Replicate())
+    always_partial = ("alpha_p", "alpha_n")
+
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Return the copies of this rank."""
+        return tuple(map(local, super().weights()))  # type: ignore[misc]
+
+
 STYLES: dict[str, type[TensorParallel]] = {
     "region": Region,
     "column_linear": ColumnLinear,
@@ -347,6 +358,7 @@ STYLES: dict[str, type[TensorParallel]] = {
     "router": ReplicatedRouter,
     "split_heads": SplitHeads,
     "delta_core": SplitDelta,
+    "xielu": SharedXIELU,
     "first_token": FirstTokenOfAll,
     "pooled_linear": PooledLinear,
     "pooled_dropout": DropoutOfAll,

@@ -33,6 +33,7 @@ NAMES = {
     "delta.conv": "linear_attn.conv1d.weight", "delta.a_log": "linear_attn.A_log",
     "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",  # gate = up: gate above up
+    "mlp.activation": "mlp.act_fn",
     "mlp.router": "mlp.gate", "mlp.router.bias": "mlp.gate.e_score_correction_bias",  # on scores for the choice alone
     # One tensor an expert, or without {} one of all experts: gate above up of each. With `transposed_experts` they are
     # parameters, transposed, where gate = up has rows of both in turn, or in two halves.

@@ -229,7 +229,10 @@ _DENSE_CLASSES = (
     ),
     Class(
         "CohereForCausalLM", ("cohere",), (256000, 8192, 22528, 40, 64, 0, 8192), _COHERE,
-        (renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS), fixed=(fixed("use_qk_norm", False),),
+        (
+            renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS,
+            choice("qk_norm", "use_qk_norm", False, {False: "none", True: "heads"}),
+        ),
         eps=("layer_norm_eps", 1e-5), tied=True, layers=Layers(rope=Rope(("rope_theta", 5e5))), is_interleaved=True,
     ),
     Class(
@@ -243,9 +246,10 @@ _DENSE_CLASSES = (
         (
             head_size(None), bias("qkv", theirs="use_qkv_bias"),
             choice("block", "use_parallel_residual", False, {False: "pre", True: "parallel_one_norm"}),
+            choice("qk_norm", "qk_layernorm", False, {False: "none", True: "heads"}),
         ),
-        fixed=(fixed("qk_layernorm", False),), eps=("layer_norm_eps", 1e-5),
-        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.25))),
+        eps=("layer_norm_eps", 1e-5), layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.25))),
+        names={f"attention.{part}_norm": f"self_attn.{part}_layernorm.norms.{{}}" for part in "qk"},
     ),
     Class(
         "PhiForCausalLM", ("phi",), (51200, 2048, 8192, 24, 32, 0, 2048),
@@ -270,12 +274,26 @@ _DENSE_CLASSES = (
     ),
     Class(
         "OlmoForCausalLM", ("olmo",), (50304, 4096, 11008, 32, 32, 0, 2048), {"norm": "layer_no_weight"},
-        (HEAD_SIZE, BIAS), fixed=(fixed("clip_qkv", None, is_written=False),), eps=None,
+        (HEAD_SIZE, BIAS, nullable("clip_qkv", "clip_qkv", None)), eps=None,
     ),
     Class(
         "HeliumForCausalLM", ("helium",), (48000, 2560, 7040, 24, 20, 20, 4096),
         fields=(MLP_BIAS, head_size(128), bias("qkv")), eps=("rms_norm_eps", 1e-8),
         layers=Layers(rope=Rope(("rope_theta", 1e5))), is_interleaved=True,
+    ),
+    Class(
+        "ApertusForCausalLM", ("apertus",), (131072, 4096, 14336, 32, 32, 0, 65536), QK_HEAD | {"gated": False},
+        (HEAD_SIZE, BIAS), activation=activation("hidden_act", "xielu"), eps=("rms_norm_eps", 1e-5),
+        layers=Layers(
+            rope=Rope(
+                ("rope_theta", 1.2e7),
+                default_scaling={
+                    "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+                },
+            ),
+        ),
+        names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
     ),
 )
 # fmt: on

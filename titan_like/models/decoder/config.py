@@ -148,6 +148,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
             yield "query_temperature_offset and query_temperature_of need query_temperature; leave them out, or set it"
         if self.norm_offset and self.norm == "layer_no_weight":
             yield "norm_offset is added to a weight, which norm layer_no_weight lacks; leave it out"
+        if pairs == 1 and any(kind.rope_scaling and kind.rope_scaling.type == "dynamic" for kind in self._kinds()):
+            yield f"dynamic scaling needs more than {self.rotary_size} rotated dimensions; rotate more"
         if lengths - {pairs}:
             needed = f"a factor for each of the {pairs} pairs of rotated dimensions"
             yield f"longrope needs {needed}; set as many short_factors and long_factors"
@@ -161,8 +163,6 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if not all(sizes.values()) or self.head_size != sizes["nope"] + sizes["rope"]:
             needed = f"nope_head_size, rope_head_size and value_head_size ({list(sizes.values())})"
             yield f"latent attention needs {needed}, and the first two make up head_size ({self.head_size}); set them"
-        if sizes["value"] > self.head_size:
-            yield f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less"
         fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
         fixed |= {"query_temperature": 0.0, "clip_qkv": 0.0}
         for name in (name for name, value in fixed.items() if getattr(self, name) != value):
@@ -375,6 +375,9 @@ class DecoderConfig(WithHeadSize, WithExperts):
             **latent,
         }
 
+    def _kinds(self) -> list[LayerKind]:
+        return [self.kind(name) for name in self.kind_names]
+
     def _factors(self) -> list[list[float]]:
-        scalings = [kind.rope_scaling for kind in (self.kind(name) for name in self.kind_names)]
+        scalings = [kind.rope_scaling for kind in self._kinds()]
         return [factors for item in scalings if item is not None for factors in (item.short_factors, item.long_factors)]

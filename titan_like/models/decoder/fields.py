@@ -11,7 +11,7 @@ from titan_like.models.hugging_face import Fields
 
 _ACTIVATIONS = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
 _ACTIVATIONS |= dict.fromkeys(("silu", "swish"), "silu") | dict.fromkeys(("gelu", "gelu_python"), "gelu")
-_ACTIVATIONS |= {"relu": "relu", "relu2": "relu2"}
+_ACTIVATIONS |= {"relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 _SLIDING, _UNROTATED = "sliding", "unrotated"
 _SWITCHED, _TYPED = ("switched", "alternating", "switched all"), ("switched", "alternating", "last")
 _CHUNKED = "chunked_attention"

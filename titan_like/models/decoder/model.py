@@ -170,7 +170,7 @@ class Decoder(Transformer):
             if kind.rope_theta:
                 rope = self.config.rotary_size, kind.rope_theta, kind.rope_scaling
                 frequencies = rope_frequencies(*rope, positions.device, length)
-                tables[name] = rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling))
+                tables[name] = rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling, length))
         return tables
 
     def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context, batch: Batch) -> torch.Tensor:

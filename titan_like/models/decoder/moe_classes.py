@@ -74,9 +74,9 @@ MOE_CLASSES = (
         "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), QK_ALL,
         (
             head_size(None), BIAS, *experts("num_experts", 64, 8, "intermediate_size", 2048),
-            auxiliary_loss(0.01), _NO_RENORMALIZE,
+            auxiliary_loss(0.01), _NO_RENORMALIZE, nullable("clip_qkv", "clip_qkv", None),
         ),
-        fixed=(fixed("clip_qkv", None, is_written=False),), eps=("rms_norm_eps", 1e-5),
+        eps=("rms_norm_eps", 1e-5),
     ),
     Class(
         "FlexOlmoForCausalLM", ("flex_olmo",), (100352, 4096, 11008, 32, 32, 0, 4096), QK_ALL | {"block": "post"},
@@ -105,7 +105,7 @@ MOE_CLASSES = (
         (HEAD_SIZE, BIAS, *experts("num_local_experts", 16, 2, "intermediate_size", 6400), auxiliary_loss(), MARGIN,
          renamed("output_bias", "lm_head_bias", False)),
         fixed=(fixed("num_experts_per_tok", 2),), eps=("rms_norm_eps", 1e-5),
-        layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_scaling=False)), names=_MIXTRAL_NAMES,
+        layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_mscales=True)), names=_MIXTRAL_NAMES,
     ),
     Class(
         "HunYuanMoEV1ForCausalLM", ("hunyuan_v1_moe",), (290943, 4096, 11008, 32, 32, 0, 2048),

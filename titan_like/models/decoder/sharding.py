@@ -58,6 +58,8 @@ def _plan(config: DecoderConfig) -> dict[str, Any]:
         plan |= {prefix + name.removeprefix(_MLP): style for name, style in _DENSE.items()}
         if not config.gated:
             del plan[f"{prefix}.gate"]
+        if config.activation == "xielu":
+            plan[f"{prefix}.activation"] = "xielu"
     return plan
 
 
