@@ -60,7 +60,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         description="norm of queries and keys: of each head (Qwen3), with a weight for each (Command R+), of all heads "
         "together (OLMo 2), or without weights of each head that has been rotated (Llama 4)",
     )
-    clip_qkv: float = Field(0.0, ge=0, le=1e6, description="largest queries, keys and values, as projected; 0: any")
+    clip_qkv: float = Field(0.0, ge=0, le=1e6, description="limit of queries, keys and values before the rotation")
     attention_scale: float = Field(0.0, ge=0, le=1e6, description="factor on the scores; 0: 1 / √head_size")
     query_temperature: float = Field(
         0.0, ge=0, le=1e6, description="queries are multiplied by 1 + this · log(1 + ⌊position / period⌋) (Ministral 3)"

@@ -235,7 +235,7 @@ class SelfAttention(nn.Module):
         ``bias``: of the projections; ``proj_bias``: of the output projection, if it differs. ``qk_norm``
         normalises queries and keys before the rotation, or after it: each head by itself, as in Qwen3, with weights for
         all heads, or all of a token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and
-        epsilon. Projections are limited to ± ``clip``, unless it is 0.
+        epsilon. Before the rotation queries, keys and values are limited to ± ``clip``, unless it is 0.
         """
         super().__init__()
         heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
@@ -261,7 +261,6 @@ class SelfAttention(nn.Module):
         batch, seq, _ = x.shape
         group = self.rows_per_kv_head
         qkv = self.qkv(x).view(batch, seq, -1, group + 2, self.head_dim)
-        qkv = qkv.clamp(-self.clip, self.clip) if self.clip else qkv
         # One split instead of three slices, because its backward pass writes the gradient only once.
         q, k, v = (part.flatten(2, 3) for part in qkv.split([group, 1, 1], dim=3))  # [batch, seq, heads, head_dim]
         gate = None
@@ -269,6 +268,8 @@ class SelfAttention(nn.Module):
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if not self.norm_after_rope:
             q, k = self.normalise(q, k)
+        if self.clip:
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
         if context.rope is not None:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         if self.norm_after_rope:
