@@ -216,7 +216,8 @@ class _Decoder:
         q = [rows[group * size + each * i] for group in range(groups) for i in range(per_group)]
         k = [rows[group * size + size - 2] for group in range(groups)]
         v = [rows[group * size + size - 1] for group in range(groups)]
-        rotated, is_last = int(width * fields["rotary_fraction"]), fields["norm_after_rope"] or fields["qk_norm"] == "l2"
+        rotated = int(width * fields["rotary_fraction"])
+        is_last = fields["norm_after_rope"] or fields["qk_norm"] == "l2"
         for step in ("clip", "rotate", "norm") if is_last else ("norm", "clip", "rotate"):
             if step == "rotate":
                 q, k = ([self.rotate(head, kind, rotated) for head in heads] for heads in (q, k))

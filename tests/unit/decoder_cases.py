@@ -156,7 +156,8 @@ def fields_of(row: Row) -> dict[str, Any]:
     for name in FEATURES:
         fields |= row.get(name, {})
     if not fields.get("num_experts"):
-        fields = {name: value for name, value in fields.items() if name not in ("router_bias", "expert_bias", "scale_expert_inputs")}
+        of_experts = ("router_bias", "expert_bias", "scale_expert_inputs")
+        fields = {name: value for name, value in fields.items() if name not in of_experts}
         fields.pop("num_shared_experts", None)
         fields = {name: value for name, value in fields.items() if not name.startswith("shared_")}
     return fields

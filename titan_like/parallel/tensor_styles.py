@@ -9,6 +9,8 @@ Between layers, activations are [batch, seq, hidden] and equal on every rank. Wi
 [batch, seq / ranks, hidden], and each rank has a contiguous part of the sequence.
 """
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,6 +26,21 @@ from titan_like.models.layers.norms import factor_of, normalise
 from titan_like.parallel.collectives import CopyFromFirstRank, Group, SumOfRanks, all_gather
 from titan_like.parallel.tensor_base import TensorParallel, local
 from titan_like.parallel.weight_gradients import LinearGemms
+
+
+@contextlib.contextmanager
+def own_random_numbers(group: Group, device: torch.device) -> Iterator[None]:
+    """Let each rank draw random numbers of its own, where they share a stream."""
+    # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
+    # checkpointing restores that generator, so a recomputation draws the same number again.
+    seed = int(torch.randint(2**48, ())) * group.size + group.rank
+    generator = generator_of(device)
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 class Region(TensorParallel):
@@ -53,6 +70,13 @@ class ColumnLinear(TensorParallel, LinearGemms):
         """[..., in] → [..., out of this rank]."""
         return self.gemm(x, self.weight, local(self.weight), None if self.bias is None else local(self.bias))
 
+    def dropped(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        """As in the base class. With sequence parallelism random numbers differ, so each rank draws for its part."""
+        if not self.sequence_parallel:
+            return super().dropped(x, rate)
+        mask = F.dropout(torch.ones_like(x.chunk(self.tensor_group.size, 1)[0]), rate)
+        return x * all_gather(mask, 1, self.tensor_group)
+
 
 class RowLinear(TensorParallel, LinearGemms):
     """Splits the input features of a linear layer. The ranks' products are summed, then the bias is added once."""
@@ -66,6 +90,11 @@ class RowLinear(TensorParallel, LinearGemms):
         x = self.reduce_from_region(self.gemm(x, self.weight, local(self.weight), None))
         return x if self.bias is None else x + local(self.bias)
 
+    def dropped(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        """As in the base class. Each rank has features of its own."""
+        with contextlib.nullcontext() if self.sequence_parallel else own_random_numbers(self.tensor_group, x.device):
+            return super().dropped(x, rate)
+
 
 class ReplicatedLinear(ColumnLinear):
     """Replicates a linear layer outside regions. With sequence parallelism each rank has its part of the sequence."""
@@ -73,6 +102,10 @@ class ReplicatedLinear(ColumnLinear):
     placements: ClassVar = dict.fromkeys(("weight", "bias", "lora_a", "lora_b"), Replicate())
     partial_gradients: ClassVar[tuple[str, ...]] = ("weight", "bias", "lora_a", "lora_b")
     always_partial = ()
+
+    def dropped(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        """As in the base class, of this rank's positions."""
+        return LinearGemms.dropped(self, x, rate)
 
 
 class PooledLinear(ReplicatedLinear):
@@ -312,16 +345,8 @@ class SplitHeads(TensorParallel):
         """As the module itself, on [batch, heads here, seq, head_dim], with a random stream of this rank."""
         if not (self.training and self.dropout):
             return super().forward(*inputs)
-        # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
-        # checkpointing restores that generator, so a recomputation draws the same number again.
-        seed = int(torch.randint(2**48, ())) * self.tensor_group.size + self.tensor_group.rank
-        generator = generator_of(inputs[0].device)
-        state = generator.get_state()
-        generator.manual_seed(seed)
-        try:
+        with own_random_numbers(self.tensor_group, inputs[0].device):
             return super().forward(*inputs)
-        finally:
-            generator.set_state(state)
 
 
 class SplitDelta(TensorParallel):

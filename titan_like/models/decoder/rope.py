@@ -167,6 +167,7 @@ def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     # Defaults are left out, except truncate's.
     defaults = {name: field.default for name, field in RopeScaling.model_fields.items() if name != "truncate"}
-    items = [item for item in (*_SCALINGS[scaling.type], *_MSCALES) if getattr(scaling, item.ours) != defaults.get(item.ours)]
+    items = [*_SCALINGS[scaling.type], *_MSCALES]
+    items = [item for item in items if getattr(scaling, item.ours) != defaults.get(item.ours)]
     table = {"factor": scaling.factor} | write_fields(scaling, items) | {"rope_type": scaling.type}
     return table | ({} if scaling.type in ("linear", "dynamic") else {_ORIGINAL: scaling.original_max_seq_len})

@@ -17,9 +17,9 @@ def rope_frequencies(
 
     llama3 stretches long wavelengths by ``factor``, keeps short ones and interpolates those in between; `RopeScaling`
     defines long and short relative to the original context. yarn (arXiv 2309.00071) does the same along the dimensions,
-    and linear scaling (arXiv 2306.15595) stretches all. dynamic scaling grows ``theta`` for sequences that are longer
-    than the original context, so that the longest wave keeps pace with them (NTK-aware). longrope (arXiv 2402.13753) divides by ``short_factors``, or by
-    ``long_factors`` if sequences of ``seq_len`` tokens are longer than the original context. A ``seq_len`` of shape
+    and linear scaling (arXiv 2306.15595) stretches all. dynamic scaling grows ``theta`` with sequences of ``seq_len``
+    tokens beyond the original context, so that the longest wave keeps pace (NTK-aware). longrope (arXiv 2402.13753)
+    divides by ``short_factors``, or by ``long_factors`` if the sequences are longer than that. A ``seq_len`` of shape
     [batch, 1, 1] gives each sequence its own, [batch, 1, size / 2].
     """
     if scaling is not None and scaling.type == "dynamic":

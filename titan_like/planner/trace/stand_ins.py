@@ -6,7 +6,7 @@ memory of a GPU's kernels.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -145,14 +145,6 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-class WithoutSeed(tensor_styles.SplitHeads):
-    """Attention of split heads without a random stream of its own, whose seed the host would read."""
-
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        """As in `AttentionCore`."""
-        return super(tensor_styles.SplitHeads, self).forward(*inputs)
-
-
 class KnownLoads(experts.SplitExperts):
     """Experts whose rank gets ``load`` times as many rows as it sends, from all ranks alike."""
 
@@ -184,8 +176,6 @@ def without_host_reads(model: nn.Module, expert_load: float = 1.0) -> None:
     for module in model.modules():
         if isinstance(module, experts.SplitExperts):
             extend(module, KnownLoads, load=expert_load)
-        if isinstance(module, tensor_styles.SplitHeads):
-            extend(module, WithoutSeed)
         if isinstance(module, AttentionCore):
             extend(module, FlexCore)
         if isinstance(module, offload.Offloaded):
@@ -242,5 +232,7 @@ def as_on_gpu(mode: Any, dtype: torch.dtype | None = None) -> Iterator[None]:
         "rms_norm": lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, weight),
     }
     to_empty = mock.patch.object(nn.Module, "to_empty", _empty_on(mode, dtype))
-    with mock.patch.multiple(F, **kernels), to_empty:
+    # The host would read the seed of a rank's own random numbers.
+    without_seeds = mock.patch.object(tensor_styles, "own_random_numbers", lambda *_: nullcontext())
+    with mock.patch.multiple(F, **kernels), to_empty, without_seeds:
         yield
