@@ -281,7 +281,7 @@ def test_adapters_of_fused_tensors_are_read_from_one_pair_or_from_one_for_each_m
     assert all(torch.equal(first[key], second[key]) for key in first)
     fields = json.loads((folder / "adapter_config.json").read_text())
     module = next(module for module in fields["rank_pattern"] if module.endswith("gate_up_proj"))
-    path, words = folder / "adapter_config.json", [f"--model.from={folder}", "--data.tokenizer=byte"]
+    path, words = folder / "adapter_config.json", [*words, f"--model.from={folder}"]
     path.write_text(json.dumps(fields | {"alpha_pattern": fields["alpha_pattern"] | {module: 7}}))
     with pytest.raises(ConfigError, match=f"its alpha_pattern gives {module} 7, but only 24 can be read, of a fused"):
         prepare_run(resolve_settings(load_config(words), 1))

@@ -241,10 +241,7 @@ class _Decoder:
             times = 1 + (positions // fields["query_temperature_period"]).to(x.dtype)
             q = [(1 + fields["query_temperature"] * times.log())[..., None] * head for head in q]
         scale = fields["attention_scale"] or width**-0.5
-        heads = [
-            self.attend(name, i, kind, scale, (q[i], k[i // per_group], v[i // per_group]))
-            for i in range(len(q))
-        ]
+        heads = [self.attend(name, i, kind, scale, (q[i], k[i // per_group], v[i // per_group])) for i in range(len(q))]
         if each == 2:
             heads = [
                 head * rows[i // per_group * size + 2 * (i % per_group) + 1].sigmoid() for i, head in enumerate(heads)

@@ -88,9 +88,7 @@ class StoredAdapter(NamedTuple):
             whole = b.new_zeros(rows, self.adapter.rank)
             yield module, parts[matrix], whole.index_copy_(0, theirs, matrices[matrix].flatten(0, 1)[ours])
 
-    def from_peft(
-        self, tensors: dict[str, torch.Tensor], numbers: Iterable[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def from_peft(self, tensors: dict[str, torch.Tensor], numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Our A and B from PEFT's tensors: float32. ``numbers``: of each block among those of its module.
 
         Blocks of a fused module have a part of its A and B each, or share its A.
@@ -255,9 +253,7 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
         require(not b.any(), key, str(folder), f"{reason}; merge it with PEFT instead")
 
 
-def _ranks(
-    folder: Path, key: str, fields: dict[str, Any], fused: Mapping[str, int], section: LoRA
-) -> dict[str, int]:
+def _ranks(folder: Path, key: str, fields: dict[str, Any], fused: Mapping[str, int], section: LoRA) -> dict[str, int]:
     """The rank of each module's adapter: the run's, or as many times it as the module has matrices, with alpha too."""
     ranks = dict.fromkeys(fused, section.rank)
     given = {name: fields.get(f"{name}_pattern") or {} for name in _NAMES}
@@ -293,7 +289,7 @@ def read_peft(folder: Path, base: Path, model: ParallelModel, section: LoRA) -> 
 
 def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's adapters as a PEFT folder, completely or not at all."""
-    has_images = "text_config" in read_origin(with_small_files(weights.path)).fields
+    has_images = not {"text_config", "vision_config"}.isdisjoint(read_origin(with_small_files(weights.path)).fields)
     reason = "its base has images, so that PEFT's names would be others; add --merge"
     require(not has_images, "--checkpoint", str(weights.path), reason)
     section, model = lora_of(weights), weights.model

@@ -46,6 +46,12 @@ NAMES = {
     "mtp.enorm": "enorm", "mtp.hnorm": "hnorm", "mtp.eh_proj": "eh_proj",
 }
 # fmt: on
+# How names in files of models with images begin → in the class of their text.
+IN_LANGUAGE_MODEL = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}  # fmt: skip
 QK_HEAD, QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 MLP_BIAS, HEAD_SIZE, BIAS = renamed("mlp_bias", "mlp_bias", False), head_size(), bias()
 GRANITE_SCALES = (
@@ -84,6 +90,7 @@ class Class:
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
     others: tuple[str, ...] = ()  # how names of tensors begin that files have and the class leaves out
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first
+    outer_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text's fields, where they are not these
     names: Mapping[str, str] = field(default_factory=dict)  # ours → theirs, where they are not Llama's
     renamed: Mapping[str, str] = field(default_factory=dict)  # how names in files begin → in the class
 

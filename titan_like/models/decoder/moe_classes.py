@@ -1,6 +1,14 @@
 """Decoder classes of transformers with experts, a row for each; see `titan_like.models.decoder.classes`."""
 
-from titan_like.models.decoder.class_row import BIAS, GRANITE_SCALES, HEAD_SIZE, QK_ALL, QK_HEAD, Class
+from titan_like.models.decoder.class_row import (
+    BIAS,
+    GRANITE_SCALES,
+    HEAD_SIZE,
+    IN_LANGUAGE_MODEL,
+    QK_ALL,
+    QK_HEAD,
+    Class,
+)
 from titan_like.models.decoder.expert_fields import (
     BY_INTERVAL,
     BY_LIST,
@@ -155,7 +163,7 @@ MOE_CLASSES = (
         },
     ),
     Class(
-        "Llama4ForCausalLM", ("llama4_text",), (202048, 5120, 16384, 48, 40, 8, 131072),
+        "Llama4ForCausalLM", ("llama4_text", "llama4"), (202048, 5120, 16384, 48, 40, 8, 131072),
         {
             "router_score": "sigmoid", "renormalize": False, "balance": "none", "scale_expert_inputs": True,
             "num_shared_experts": 1,
@@ -166,7 +174,8 @@ MOE_CLASSES = (
             choice("qk_norm", "use_qk_norm", True, {True: "l2", False: "none"}),
         ),
         eps=("rms_norm_eps", 1e-5), layers=ChunkedLayers(rope=Rope(("rope_theta", 500_000.0))), dense=BY_LIST,
-        is_interleaved=True, transposed_experts="in halves",
+        is_interleaved=True, transposed_experts="in halves", outer="Llama4ForConditionalGeneration",
+        renamed=IN_LANGUAGE_MODEL,
         names={
             **{f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
             **{f"mlp.shared.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
