@@ -159,7 +159,8 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(
     state = {stored.name: weights.read(stored.name) for stored in source.stored_parameters(source.model)}
     with torch.no_grad(), in_float64():
         ours, exact = build_model(source.model, source.family).eval(), exact_model(tmp_path / "hf", auto)(tokens).logits
-        ours.load_state_dict(state)
+        missing = ours.load_state_dict(state, strict=False).missing_keys
+        assert all(key.endswith("router.load") for key in missing)
         assert close(ours(Batch(tokens))[..., :VOCAB], exact)
 
     to_hugging_face(weights, tmp_path / "back", None, 40_000, "none")

@@ -16,6 +16,8 @@ from tests.float64 import bound, in_float64
 from tests.unit.hugging_face_cases import random_model, save_checkpoint
 from tests.unit.transformers_cases import (
     CASES,
+    DYNAMIC,
+    EVEN,
     LINEAR,
     NEAR,
     NEEDED,
@@ -169,6 +171,27 @@ def test_an_absent_field_has_the_default_of_the_class(model_type: str) -> None:
     assert read(Fields(given | {"rope_scaling": {}})) == read(Fields(theirs))
     heads = {"num_attention_heads": 6, "num_key_value_heads": None}  # as many, whatever the default
     assert read(Fields(SMALL | given | heads)).num_kv_heads == 6
+
+
+def test_dynamic_scaling_and_long_magnitudes_are_those_of_transformers_beyond_the_length(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's factors for long sequences are its short ones here, which is all that transformers reads."""
+    long = EVEN | {"short_mscale": 0.8, "long_mscale": 1.7, "original_max_position_embeddings": 16}
+    for kind, fields in {
+        "llama": {"rope_parameters": DYNAMIC, "max_position_embeddings": 24},
+        "phimoe": {"rope_parameters": long, "num_local_experts": 5},
+    }.items():
+        random_folder(kind, SMALL | fields, tmp_path / kind)
+        source = open_hugging_face(tmp_path / kind, "--input")
+        weights = CheckpointWeights(from_hugging_face(source, tmp_path / f"{kind}-run"))
+        with in_float64():
+            ours = build_model(source.model, source.family).eval()
+        state = {key: weights.read(key) for key in ours.state_dict() if not key.endswith("router.load")}
+        ours.load_state_dict(state, strict=False)
+        with in_float64(), torch.no_grad():
+            for length in (12, 40, 30):  # transformers keeps the frequencies of the longest sequence so far
+                tokens = torch.arange(length)[None]
+                exact = exact_model(tmp_path / kind)
+                assert close(ours(Batch(tokens))[..., :VOCAB], exact(tokens).logits), (kind, length)
 
 
 GPT2 = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
