@@ -18,8 +18,10 @@ from tests.float64 import bound, exact_rope, in_float64
 from tests.unit.hugging_face_cases import gpt_config, llama_config, moe_config, reference_model
 from tests.unit.test_decoder_hugging_face import exact_model, random_folder
 from tests.unit.transformers_cases import CASES as CLASSES
+from tests.unit.transformers_cases import SMALL
 from titan_like.commands import convert
 from titan_like.config import ConfigError
+from titan_like.config.load import load_config
 from titan_like.evaluate.inference import load
 from titan_like.hugging_face.folder import read_model
 from titan_like.hugging_face.peft import base_of
@@ -28,6 +30,7 @@ from titan_like.models.layers.experts import Router
 from titan_like.train.job import process_group
 from titan_like.train.rules import resolve_settings
 from titan_like.train.setup import prepare_run
+from titan_like.train.trainer import Trainer
 
 RANK, ALPHA, STEPS, BATCH, SEQ = 4, 12.0, 20, 8, 32
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -230,6 +233,63 @@ def test_a_peft_folder_has_the_modules_of_its_base(
     with in_float64():
         found, expected = (one(input_ids=tokens).logits for one in (merged, model.double()))
     torch.testing.assert_close(found, expected, rtol=0, atol=bound(256, torch.float32))  # files hold float32
+
+
+FUSED = {
+    "phi3": ("phi3", SMALL, ["qkv_proj", "gate_up_proj"]),
+    "phi3, partly rotated": ("phi3", CLASSES["phi3, long"][1], ["qkv_proj", "gate_up_proj", "o_proj"]),
+    "glm4": ("glm4", CLASSES["glm4"][1], ["q_proj", "gate_up_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_adapters_of_fused_tensors_are_read_from_one_pair_or_from_one_for_each_matrix(
+    tmp_path: Path, name: str
+) -> None:
+    model_type, fields, ends = FUSED[name]
+    base, folder = tmp_path / "hf", tmp_path / "peft"
+    random_folder(model_type, fields | {"vocab_size": 257}, base)
+    model, tensors = plain(base, ends)
+    folder.mkdir()
+    written = {name: tensor.detach().float() for name, tensor in tensors.items()}
+    save_file(written, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 12, "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ends}))
+    tokens = torch.arange(SEQ)[None] + 65
+    with in_float64():
+        expected = model.eval()(input_ids=tokens).logits
+    for number in range(2):  # the second time from what the first wrote
+        settings = sizes(SEQ, 2, BATCH, 1) | {
+            "model.from": str(folder), "optimizer.lr": 1e-30, "training.dtype": "float64", "checkpoint.enable": True,
+            "checkpoint.interval": 1, "job.dump_folder": str(tmp_path / f"run{number}"), "data.tokenizer": "byte",
+        }  # fmt: skip
+        words = [f"--{key}={value}".lower() if value is True else f"--{key}={value}" for key, value in settings.items()]
+        config = load_config(words)
+        assert config.lora.rank == RANK
+        with process_group(torch.device("cpu")):
+            Trainer(prepare_run(resolve_settings(config, 1))).train()
+        whole = ["to-hf", "--checkpoint", str(tmp_path / f"run{number}"), "--tokenizer", "none"]
+        folder = tmp_path / f"out{number}"
+        convert.main([*whole, "--output", str(folder)])
+        convert.main([*whole, "--output", str(tmp_path / f"merged{number}"), "--merge"])
+        merged = exact_model(tmp_path / f"merged{number}")
+        with in_float64():
+            found = merged(input_ids=tokens).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=bound(256, torch.float32))  # files hold float32
+    first, second = (load_file(tmp_path / f"out{number}/adapter_model.safetensors") for number in range(2))
+    assert first.keys() == second.keys() == tensors.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    module = next(module for module in fields["rank_pattern"] if module.endswith("gate_up_proj"))
+    path, words = folder / "adapter_config.json", [*words, f"--model.from={folder}"]
+    path.write_text(json.dumps(fields | {"alpha_pattern": fields["alpha_pattern"] | {module: 7}}))
+    with pytest.raises(ConfigError, match=f"its alpha_pattern gives {module} 7, but only 24 can be read, of a fused"):
+        prepare_run(resolve_settings(load_config(words), 1))
+    path.write_text(json.dumps(fields))
+    second[f"base_model.model.{module}.lora_B.weight"][0, -1] = 1  # of the gate by A of up
+    save_file(second, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=f"its {module} adapts rows that lora.modules leaves out, or"):
+        prepare_run(resolve_settings(load_config(words), 1))
 
 
 def add_mtp(folder: Path) -> None:

@@ -152,12 +152,18 @@ class _Decoder:
         normed = centered / size.sqrt() * weight
         return normed + self.weights[f"{name}.bias"] if kind == "layer" else normed
 
+    def norm_of_head(self, name: str, number: int, head: torch.Tensor) -> torch.Tensor:
+        head = head if self.fields["norm"] == "rms" else head - head.mean(-1, keepdim=True)
+        size = (head**2).mean(-1, keepdim=True) + self.fields["norm_eps"]
+        return head / size.sqrt() * self.weights[f"{name}.weight"].split(head.shape[-1])[number]
+
     def kind_of(self, number: int) -> dict[str, Any]:
         """Window and rotation of a layer. That for multi-token prediction is like the first."""
         fields, pattern = self.fields, self.fields["layer_pattern"] or ["full"]
         name = pattern[number % len(pattern) if number < fields["num_layers"] else 0]
         of_model = {
             "window": 0,
+            "chunk": 0,
             "mixer": "",
             "options": {},
             "rope_theta": fields["rope_theta"],
@@ -218,23 +224,32 @@ class _Decoder:
         q = [rows[group * size + each * i] for group in range(groups) for i in range(per_group)]
         k = [rows[group * size + size - 2] for group in range(groups)]
         v = [rows[group * size + size - 1] for group in range(groups)]
-        rotated, is_last = int(width * fields["rotary_fraction"]), fields["norm_after_rope"]
-        for step in ("rotate", "norm") if is_last else ("norm", "rotate"):
+        rotated = int(width * fields["rotary_fraction"])
+        is_last = fields["norm_after_rope"] or fields["qk_norm"] == "l2"
+        for step in ("clip", "rotate", "norm") if is_last else ("norm", "clip", "rotate"):
             if step == "rotate":
                 q, k = ([self.rotate(head, kind, rotated) for head in heads] for heads in (q, k))
+            elif step == "clip":
+                if limit := fields["clip_qkv"]:
+                    q, k, v = ([head.clamp(-limit, limit) for head in heads] for heads in (q, k, v))
+            elif fields["qk_norm"] == "l2":  # Llama 4
+                if kind["rope_theta"]:
+                    size = fields["norm_eps"]
+                    q, k = ([head / ((head**2).mean(-1, keepdim=True) + size).sqrt() for head in x] for x in (q, k))
+            elif fields["qk_norm"] == "heads":  # Command R+ and StableLM 2
+                q = [self.norm_of_head(f"{name}.q_norm", number, head) for number, head in enumerate(q)]
+                k = [self.norm_of_head(f"{name}.k_norm", number, head) for number, head in enumerate(k)]
             elif fields["qk_norm"] == "head":
                 q, k = ([self.norm(f"{name}.{x}_norm", head) for head in heads] for x, heads in (("q", q), ("k", k)))
             elif fields["qk_norm"] == "all":
                 q = self.norm(f"{name}.q_norm", torch.cat(q, -1)).split(width, -1)
                 k = self.norm(f"{name}.k_norm", torch.cat(k, -1)).split(width, -1)
-        if fields["query_temperature"]:
-            times = 1 + (self.sample.positions // fields["query_temperature_period"]).to(x.dtype)
+        if fields["query_temperature"] and (fields["query_temperature_of"] == "all" or not kind["rope_theta"]):
+            positions = self.sample.positions + fields["query_temperature_offset"]
+            times = 1 + (positions // fields["query_temperature_period"]).to(x.dtype)
             q = [(1 + fields["query_temperature"] * times.log())[..., None] * head for head in q]
         scale = fields["attention_scale"] or width**-0.5
-        heads = [
-            self.attend(name, i, kind["window"], scale, (q[i], k[i // per_group], v[i // per_group]))
-            for i in range(len(q))
-        ]
+        heads = [self.attend(name, i, kind, scale, (q[i], k[i // per_group], v[i // per_group])) for i in range(len(q))]
         if each == 2:
             heads = [
                 head * rows[i // per_group * size + 2 * (i % per_group) + 1].sigmoid() for i, head in enumerate(heads)
@@ -258,11 +273,11 @@ class _Decoder:
         for i in range(fields["num_attention_heads"]):
             q = torch.cat((of_queries[i][..., :nope], self.rotate(of_queries[i][..., nope:], kind, rope)), -1)
             k = torch.cat((of_keys[i][..., :nope], shared_key), -1)
-            heads.append(self.attend(f"{name}.heads", i, kind["window"], scale, (q, k, of_keys[i][..., nope:])))
+            heads.append(self.attend(f"{name}.heads", i, kind, scale, (q, k, of_keys[i][..., nope:])))
         return self.linear(f"{name}.heads.proj", torch.cat(heads, -1))
 
     def attend(
-        self, name: str, head: int, window: int, scale: float, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        self, name: str, head: int, kind: Fields, scale: float, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         """One head, each [batch, seq, width]."""
         (q, k, v), cap = qkv, self.fields["attention_softcap"]
@@ -271,8 +286,10 @@ class _Decoder:
         order, documents = torch.arange(q.shape[1]), self.sample.documents
         distance = order[:, None] - order
         is_seen = (documents[:, :, None] == documents[:, None]) & (distance >= 0)
-        if window:
-            is_seen &= distance < window
+        if kind["window"]:
+            is_seen &= distance < kind["window"]
+        if kind["chunk"]:
+            is_seen &= order[:, None] // kind["chunk"] == order // kind["chunk"]
         weights = torch.where(is_seen, scores.exp(), 0)
         total = weights.sum(-1, keepdim=True)
         if self.fields["attention_sinks"]:
@@ -288,7 +305,7 @@ class _Decoder:
         for pair in range(size // 2):
             frequency = frequency_of(pair, size, kind["rope_theta"], scaling, seq_len)
             angle = self.sample.positions.to(x.dtype) * frequency
-            cos, sin = magnitude(scaling) * angle.cos(), magnitude(scaling) * angle.sin()
+            cos, sin = (magnitude(scaling, seq_len) * table for table in (angle.cos(), angle.sin()))
             a, b = x[..., pair], x[..., pair + size // 2]
             parts[pair], parts[pair + size // 2] = a * cos - b * sin, b * cos + a * sin
         return torch.stack(parts, -1)
@@ -301,6 +318,12 @@ class _Decoder:
 
     def dense_mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
         up = self.linear(f"{name}.up", x)
+        if self.fields["activation"] == "xielu":  # arXiv 2411.13010
+            numbers = ("alpha_p", "alpha_n", "beta", "eps")
+            above, below, beta, eps = (self.weights[f"{name}.activation.{number}"] for number in numbers)
+            above, below = (1 + above.exp()).log(), beta + (1 + below.exp()).log()
+            negative = torch.where(up < eps, up, eps).exp() - 1 - up
+            return self.linear(f"{name}.down", torch.where(up > 0, above * up**2, below * negative) + beta * up)
         if not self.fields["gated"]:
             return self.linear(f"{name}.down", _ACTIVATIONS[self.fields["activation"]](up))
         return self.linear(f"{name}.down", self.activate(self.linear(f"{name}.gate", x), up))
@@ -324,8 +347,12 @@ class _Decoder:
                 shares = self.mixed(logits[number], experts)
             total = sum(shares) if fields["renormalize"] else 1.0
             each = zip(experts, shares, strict=True)
-            weighted = [share / total * self.expert(name, expert, token) for expert, share in each]
-            results.append(fields["routed_scaling"] * torch.stack(weighted).sum(0))
+            weights = [(expert, fields["routed_scaling"] * share / total) for expert, share in each]
+            if fields["scale_expert_inputs"]:  # Llama 4
+                weighted = [self.expert(name, expert, weight * token) for expert, weight in weights]
+            else:
+                weighted = [weight * self.expert(name, expert, token) for expert, weight in weights]
+            results.append(torch.stack(weighted).sum(0))
         result = torch.stack(results).view_as(x)
         if fields["num_shared_experts"]:
             inner = self.activate(self.linear(f"{name}.shared.gate", x), self.linear(f"{name}.shared.up", x))

@@ -27,6 +27,10 @@ def frequency_of(pair: int, size: int, theta: float, scaling: Fields | None, seq
             return frequency
         case "linear":  # arXiv 2306.15595
             return frequency / scaling["factor"]
+        case "dynamic":  # the base grows with the length, so that the longest wave keeps pace with it
+            times = max(1.0, seq_len / scaling["original_max_seq_len"])
+            grown = theta * (scaling["factor"] * times - scaling["factor"] + 1) ** (size / (size - 2))
+            return grown ** (-2 * pair / size)
         case "longrope":  # arXiv 2402.13753
             is_long = seq_len > scaling["original_max_seq_len"]
             return frequency / scaling["long_factors" if is_long else "short_factors"][pair]
@@ -56,10 +60,12 @@ def frequency_of(pair: int, size: int, theta: float, scaling: Fields | None, seq
     raise AssertionError(scaling)
 
 
-def magnitude(scaling: Fields | None) -> float:
+def magnitude(scaling: Fields | None, seq_len: int) -> float:
     """Factor on cos and sin."""
     if not scaling or scaling["type"] not in ("yarn", "longrope"):
         return 1.0
+    if scaling["short_magnitude"]:
+        return scaling["long_magnitude" if seq_len > scaling["original_max_seq_len"] else "short_magnitude"]
     if scaling["attention_factor"]:
         return scaling["attention_factor"]
     log = math.log(max(scaling["factor"], 1))

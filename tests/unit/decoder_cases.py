@@ -19,6 +19,7 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "original_max_seq_len": 24, "low_freq
 LONGROPE = {"type": "longrope", "factor": 4.0, "short_factors": [1.0, 1.5], "long_factors": [3.0, 5.0]}
 EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 8}
 LATENT = {"num_attention_heads": 2, "kv_lora_rank": 10, "rope_head_size": 4}
+FREE = {"rope_theta": 0.0}
 SCALED = {"window": 5, "rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 3.0}}
 FEATURES: dict[str, list[dict[str, Any]]] = {
     "rope": [
@@ -30,6 +31,8 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"rope_scaling": YARN | {"attention_factor": 1.1}},
         {"rope_scaling": LONGROPE | {"original_max_seq_len": 8}},
         {"rope_scaling": LONGROPE | {"original_max_seq_len": 24, "attention_factor": 0.9}},
+        {"rope_scaling": LONGROPE | {"original_max_seq_len": 8, "short_magnitude": 0.7, "long_magnitude": 1.3}},
+        {"rope_scaling": {"type": "dynamic", "factor": 3.0, "original_max_seq_len": 8}},
     ],
     "rotary": [{}, {"rotary_fraction": 0.5}],
     "heads": [
@@ -37,20 +40,27 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"num_attention_heads": 4, "num_kv_heads": 2, "head_size": 8},
         {"num_attention_heads": 3, "num_kv_heads": 1, "head_size": 4},
         LATENT | {"nope_head_size": 6, "value_head_size": 5},
-        LATENT | {"nope_head_size": 2, "value_head_size": 6, "q_lora_rank": 7},
+        LATENT | {"nope_head_size": 2, "value_head_size": 8, "q_lora_rank": 7},
     ],
     "layers": [
         {"num_layers": 2},
         {"num_layers": 1},
         {"num_layers": 2, "layer_pattern": ["local", "full"], "kinds": {"local": {"window": 3}}},
-        {"num_layers": 3, "layer_pattern": ["local", "free"], "kinds": {"local": SCALED, "free": {"rope_theta": 0.0}}},
+        {"num_layers": 3, "layer_pattern": ["local", "free"], "kinds": {"local": SCALED, "free": FREE}},
+        {"num_layers": 3, "layer_pattern": ["chunked", "free"], "kinds": {"chunked": {"chunk": 4}, "free": FREE}},
         {"num_layers": 3, "layer_pattern": ["full", "dense"], "kinds": {"dense": {"window": 4, "dense": True}}},
     ],
     "attention_bias": [{"attention_bias": value} for value in ("none", "qkv", "all")],
-    "qk_norm": [{"qk_norm": value} for value in ("none", "head", "all")],
+    "qk_norm": [{"qk_norm": value} for value in ("none", "head", "heads", "all", "l2")],
+    "clip_qkv": [{}, {"clip_qkv": 0.5}],
     "norm_after_rope": [{}, {"norm_after_rope": True}],
     "attention_scale": [{}, {"attention_scale": 0.3}],
-    "query_temperature": [{}, {"query_temperature": 0.7, "query_temperature_period": 3}],
+    "query_temperature": [
+        {},
+        {"query_temperature": 0.7, "query_temperature_period": 3},
+        {"query_temperature": 0.6, "query_temperature_period": 3, "query_temperature_offset": 1}
+        | {"query_temperature_of": "unrotated"},
+    ],
     "attention_softcap": [{}, {"attention_softcap": 0.8}],
     "attention_sinks": [{}, {"attention_sinks": True}],
     "norm": [
@@ -63,7 +73,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     ],
     "block": [{"block": value} for value in ("pre", "post", "sandwich", "parallel", "parallel_one_norm")],
     "activation": [{"activation": value} for value in ("silu", "gelu", "gelu_tanh", "clamped_swiglu")]
-    + [{"activation": "relu2", "gated": False}],
+    + [{"activation": value, "gated": False} for value in ("relu2", "xielu")],
     "mlp_bias": [{}, {"mlp_bias": True}],
     "experts": [
         {},
@@ -78,6 +88,7 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "of experts": [
         {},
         {"router_bias": True},
+        {"scale_expert_inputs": True},
         {"expert_bias": True},
         {"num_shared_experts": 2},
         {"num_shared_experts": 1, "shared_expert_gate": True, "shared_ffn_hidden_size": 10},
@@ -145,7 +156,8 @@ def fields_of(row: Row) -> dict[str, Any]:
     for name in FEATURES:
         fields |= row.get(name, {})
     if not fields.get("num_experts"):
-        fields = {name: value for name, value in fields.items() if name not in ("router_bias", "expert_bias")}
+        of_experts = ("router_bias", "expert_bias", "scale_expert_inputs")
+        fields = {name: value for name, value in fields.items() if name not in of_experts}
         fields.pop("num_shared_experts", None)
         fields = {name: value for name, value in fields.items() if not name.startswith("shared_")}
     return fields

@@ -16,6 +16,8 @@ from tests.float64 import bound, in_float64
 from tests.unit.hugging_face_cases import random_model, save_checkpoint
 from tests.unit.transformers_cases import (
     CASES,
+    DYNAMIC,
+    EVEN,
     LINEAR,
     NEAR,
     NEEDED,
@@ -171,11 +173,32 @@ def test_an_absent_field_has_the_default_of_the_class(model_type: str) -> None:
     assert read(Fields(SMALL | given | heads)).num_kv_heads == 6
 
 
+def test_dynamic_scaling_and_long_magnitudes_are_those_of_transformers_beyond_the_length(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's factors for long sequences are its short ones here, which is all that transformers reads."""
+    long = EVEN | {"short_mscale": 0.8, "long_mscale": 1.7, "original_max_position_embeddings": 16}
+    for kind, fields in {
+        "llama": {"rope_parameters": DYNAMIC, "max_position_embeddings": 24},
+        "phimoe": {"rope_parameters": long, "num_local_experts": 5},
+    }.items():
+        random_folder(kind, SMALL | fields, tmp_path / kind)
+        source = open_hugging_face(tmp_path / kind, "--input")
+        weights = CheckpointWeights(from_hugging_face(source, tmp_path / f"{kind}-run"))
+        with in_float64():
+            ours = build_model(source.model, source.family).eval()
+        state = {key: weights.read(key) for key in ours.state_dict() if not key.endswith("router.load")}
+        ours.load_state_dict(state, strict=False)
+        with in_float64(), torch.no_grad():
+            for length in (12, 40, 30):  # transformers keeps the frequencies of the longest sequence so far
+                tokens = torch.arange(length)[None]
+                exact = exact_model(tmp_path / kind)
+                assert close(ours(Batch(tokens))[..., :VOCAB], exact(tokens).logits), (kind, length)
+
+
 GPT2 = {"n_layer": 2, "n_embd": 48, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
 T5 = {"num_layers": 2, "num_heads": 4, "d_model": 48, "d_kv": 12, "d_ff": 96, "vocab_size": VOCAB}
 GROUPED = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}
 REFUSED: dict[str, dict[str, Any]] = {
-    "qwen2": {"layer_types": ["chunked_attention"] * 4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "qwen2": {"layer_types": ["chunked_attention"] * 4, "rope_scaling": {"type": "ntk", "factor": 2.0}},
     "gemma2": {"attn_logit_softcapping": 0.0, "query_pre_attn_scalar": 0, "is_causal": False},
     "gemma3_text": {
         "use_bidirectional_attention": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0},
@@ -204,9 +227,14 @@ REFUSED: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 4, "hidden_act": "gelu", "linear_num_value_heads": 5,
         "shared_expert_intermediate_size": -1, "linear_conv_kernel_dim": 0,
     },
-    "olmo": {"clip_qkv": 8.0}, "stablelm": {"qk_layernorm": True}, "cohere": {"use_qk_norm": True},
+    "olmo": {"clip_qkv": 0.0}, "stablelm": {"qk_layernorm": 1}, "cohere": {"use_qk_norm": None},
     "exaone4": {"sliding_window": 0, "sliding_window_pattern": "LLLG"},
-    "gpt_neox": {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "gpt_neox": {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic", "factor": "2"}},
+    "llama4_text": {
+        "moe_layers": [1.0], "attention_chunk_size": 0, "attn_temperature_tuning": 4, "use_qk_norm": None,
+        "layer_types": ["sliding_attention"] * 4, "no_rope_layers": [1, 2, 1, 1],
+    },
+    "apertus": {"hidden_act": "mish"},
     "gpt": {
         "activation_function": "gelu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
         "add_cross_attention": True, "embd_pdrop": "high", "is_causal": False,

@@ -11,6 +11,7 @@ from titan_like.config.schema import ActivationCheckpoint
 from titan_like.metrics.flops import (
     ThroughputMeter,
     hardware_flops_per_token,
+    layer_flops,
     megatron_flops_per_token,
     model_flops_per_token,
     visible_pairs,
@@ -18,6 +19,7 @@ from titan_like.metrics.flops import (
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.models.registry import build_model, config_class, flavors
 from titan_like.parallel.apply import apply_activation_checkpoint
+from titan_like.planner.trace.program import Attention
 
 NONE, FULL, SELECTIVE = (ActivationCheckpoint(mode=mode) for mode in ("none", "full", "selective"))
 
@@ -59,19 +61,36 @@ def test_causal_count_leaves_out_half_of_the_attention_matrix():
     assert model_flops_per_token(bert, 512, causal=True) == model_flops_per_token(bert, 512)
 
 
-def test_pairs_within_documents_and_windows():
-    kinds = {"layer_pattern": ["near", "full", "near"], "kinds": {"near": {"window": 10}}}
+@pytest.mark.parametrize("field", ["window", "chunk"])
+def test_pairs_within_documents_and_windows(field):
+    kinds = {"layer_pattern": ["near", "full", "near"], "kinds": {"near": {field: 10}}}
     model = flavor("llama", "debug", **kinds)  # 4 layers, of which one sees everything
     starts = torch.tensor([0, 5, 40]).repeat_interleave(torch.tensor([5, 35, 24]))[None]
     order = torch.arange(64)[None]
     dense = (starts[..., None] <= order) & (order <= order.mT)
-    near = dense & (order.mT - order < 10)
+    near = dense & ((order.mT - order < 10) if field == "window" else (order.mT // 10 == order // 10))
     pairs = visible_pairs(model, KeyRanges(starts, order + 1))
     assert pairs == dense.sum() + 3 * near.sum()
     peak = 1e6
     rates = ThroughputMeter(model, 64, NONE, 1, peak).measure(64, 1.0, float(pairs))
     matrices = sum(model.parts.kinds[kind].matrices[0] for kind in model.layer_kinds) + model.parts.head_matrices
     assert rates.mfu_causal * peak * 1e12 == pytest.approx(6 * 64 * matrices + 12 * model.attention_size * int(pairs))
+
+
+@pytest.mark.parametrize("chunk", [16, 24, 64, 100])
+def test_chunks_count_as_windows_and_their_causal_half_as_chunks(chunk):
+    model = flavor("llama", "debug", layer_pattern=["near"], kinds={"near": {"chunk": chunk}})
+    full, causal = (layer_flops(model, 64, causal=is_causal) for is_causal in (False, True))
+    matrices = 2 * 64 * sum(model.parts.kinds[kind].matrices[0] for kind in model.layer_kinds)
+    lengths = [min(chunk, 64 - start) for start in range(0, 64, chunk)]
+    per_pair = 4 * model.attention_size * model.num_layers
+    assert full - matrices == per_pair * 64 * lengths[0]
+    assert causal - matrices == per_pair * sum(length**2 for length in lengths) / 2
+    if 64 % lengths[0] == 0:
+        heads = model.num_attention_heads
+        kernel = Attention(1, heads, 64, 64, model.head_dim, True, False, False, -chunk if chunk < 64 else 0)
+        assert model.num_layers * kernel.flops() == full - matrices
+        assert model.num_layers * kernel.flops(causal=True) == causal - matrices
 
 
 DECODER = 48  # positions of T5's decoder

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -95,6 +96,23 @@ def test_interval_attention_and_its_gradients(
 def test_causal_layers_share_no_mask_with_others() -> None:
     causal, other = (AttentionCore(0.0, is_causal=is_causal, softcap=5.0) for is_causal in (True, False))
     assert causal.mask_settings != other.mask_settings
+    windowed, chunked = (AttentionCore(0.0, **kind) for kind in ({"window": 5}, {"chunk": 5}))
+    assert windowed.mask_settings != chunked.mask_settings
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("chunk", [1, 5, 36, 37])
+@in_float64()
+def test_chunks_of_positions_see_only_themselves(chunk: int, is_packed: bool) -> None:
+    """Chunks are those of the sequence in which documents are packed, wherever these begin."""
+    order, starts = torch.arange(37), torch.tensor([0, 3, 12]).repeat_interleave(torch.tensor([3, 9, 25]))
+    packed = KeyRanges(starts.expand(2, -1), (order + 1).expand(2, -1))
+    mask = (order[:, None] >= order) & (order[:, None] // chunk == order // chunk)
+    mask = mask & (starts[:, None] == starts) if is_packed else mask
+    q, k, v = (torch.randn(2, heads, 37, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    found = AttentionCore(0.0, chunk=chunk)(q, k, v, packed if is_packed else None)
+    wanted = dense(q, k, v, mask.expand(2, 1, -1, -1))
+    assert (found - wanted).abs().max() <= bound() * wanted.abs().max()
 
 
 def test_masks_and_settings_that_attention_cannot_take_are_refused() -> None:
@@ -104,8 +122,8 @@ def test_masks_and_settings_that_attention_cannot_take_are_refused() -> None:
         AttentionCore(0.0, window=5)(q, k, v, visible._replace(window=6))
     with pytest.raises(ValueError, match="either the keys that queries see, or a bias"):
         AttentionCore(0.0)(q, k, v, visible, torch.zeros(1, 1, 7, 7))
-    for refused in ({"dropout": 0.1, "softcap": 2.0}, {"dropout": 0.0, "is_causal": False, "window": 2}):
-        with pytest.raises(ValueError, match=r"set (dropout|it) to 0"):
+    for refused in ({"dropout": 0.1, "softcap": 2.0}, {"dropout": 0.0, "is_causal": False, "chunk": 2}):
+        with pytest.raises(ValueError, match=r"set (dropout|both) to 0"):
             AttentionCore(**refused)
 
 
@@ -238,18 +256,27 @@ def test_a_packed_sample_of_32k_tokens_needs_no_memory_for_pairs(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(0, 2.0, False), (70, 0.0, True), (70, 2.0, True)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"), [(0, 2.0, False), (70, 0.0, True), (70, 2.0, True), (-130, 0.0, False)]
+)
 @in_float64()
 def test_flex_attention_with_windows_soft_caps_and_sinks(
     window: int, softcap: float, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uncompiled, because torch has no compiled backward pass on CPUs, and without its check of that."""
+    """Uncompiled, because torch has no compiled backward pass on CPUs, and without its check of that.
+
+    A negative window is a chunk.
+    """
     from torch.nn.attention import flex_attention as flex
 
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     seq_len, generator = 300, torch.Generator().manual_seed(1)
     visible = intervals(2, seq_len, generator)
-    visible = within(visible, window) if window else visible
+    visible = within(visible, window) if window > 0 else visible
+    if window < 0:
+        visible = cast(
+            KeyRanges, AttentionCore(0.0, chunk=-window).key_ranges(2, seq_len, visible.first.device, visible)
+        )
     blocks = block_mask(visible.first, visible.end, seq_len)
     q, k, v = (torch.randn(2, heads, seq_len, 16, generator=generator) for heads in (4, 2, 2))
     leaves = [q, k, v, *([torch.randn(4, generator=generator)] if has_sinks else [])]

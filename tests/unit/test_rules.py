@@ -110,7 +110,8 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --lora.rank=4 --model.family=bert --model.overrides.sentence_head=pair --data.sentence_objective=next_sentence \
 => lora.rank = 4 ; the head (pair) of bert would not be trained
 1 --lora.rank=4 --model.family=moe --model.overrides.balance=bias => model.overrides.bias_update_rate = 0
-2 --lora.rank=4 --lora.dropout=0.1 --parallelism.tensor_parallel_degree=2 => lora.dropout = 0.1 ; set it to 0
+2 --lora.rank=4 --lora.dropout=0.1 --parallelism.tensor_parallel_degree=2 --compile.enable=true \
+=> compile.enable = true ; needs sequence parallelism with tensor parallelism and dropout
 # CUDA graphs
 2 --compile.cudagraphs=true => compile.cudagraphs = true ; needs one process, and this layout has 2
 1 --compile.cudagraphs=true --model.family=moe => does not support moe, whose experts

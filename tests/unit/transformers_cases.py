@@ -14,6 +14,10 @@ LINEAR = {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.0}
 NEAR = LINEAR | {"rope_theta": 90.0, "factor": 2.0}
 LONG = {"rope_type": "longrope", "rope_theta": 900.0, "short_factor": [1.0, 1.5, 2.0, 2.5], "factor": 4.0}
 LONG |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0}
+LONG_PHI = LONG | {"short_factor": [*LONG["short_factor"], 3.0, 4.0], "original_max_position_embeddings": 50}
+LONG_PHI |= {"long_factor": [1.0] * 6}
+EVEN = LONG_PHI | {"long_factor": LONG_PHI["short_factor"], "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 6}
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 2}
@@ -33,6 +37,7 @@ KINDS = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding
 BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 60.0}}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 70.0, "alpha": 5.0, "factor": 1.0}
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+CHUNKED = {"attention_chunk_size": WINDOW, "attn_scale": 0.7, "bos_token_id": None, "eos_token_id": None}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
 DELTA |= {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_d_conv": 3}
@@ -184,6 +189,37 @@ CASES = {
         | {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "attention_bias": True},
     ),
     "qwen3_moe, windows": ("qwen3_moe", WIDE | QWEN_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "apertus": ("apertus", WIDE | {"attention_bias": True, "rope_parameters": YARN}),
+    "apertus, default scaling": ("apertus", SMALL | {"tie_word_embeddings": True}),
+    "cohere, qk norm": ("cohere", WIDE | {"use_qk_norm": True, "num_key_value_heads": 1}),
+    "stablelm, qk norm": ("stablelm", SMALL | {"qk_layernorm": True, "partial_rotary_factor": 0.5}),
+    "olmo, clipped": ("olmo", SMALL | {"clip_qkv": 0.3, "attention_bias": True}),
+    "olmoe, clipped": ("olmoe", SMALL | EXPERTS | {"clip_qkv": 0.3}),
+    "llama, dynamic": ("llama", SMALL | {"rope_parameters": DYNAMIC}),
+    "phimoe, long": (
+        "phimoe",
+        SMALL | {"num_local_experts": 5, "router_jitter_noise": 0.6}
+        | {"rope_parameters": EVEN | {"short_mscale": 0.8, "long_mscale": 1.7}},
+    ),
+    "phimoe, short": (
+        "phimoe",
+        SMALL | {"num_local_experts": 5, "router_jitter_noise": 0.6}
+        | {"rope_parameters": LONG_PHI | {"short_mscale": 0.8, "long_mscale": 1.7}},
+    ),
+    "deepseek_v3, wide values": ("deepseek_v3", SMALL | LATENT | {"v_head_dim": 26}),
+    "llama4_text": (
+        "llama4_text",
+        WIDE | CHUNKED
+        | {"num_local_experts": 5, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40, "floor_scale": 3}
+        | {"num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 1, 0], "rope_parameters": LLAMA3},
+    ),
+    "llama4_text, no norm": (
+        "llama4_text",
+        WIDE | CHUNKED
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "use_qk_norm": False, "attention_bias": True}
+        | {"layer_types": [f"{kind}_attention" for kind in ("chunked", "full", "full", "chunked")]}
+        | {"no_rope_layers": [1, 0, 1, 0], "attn_temperature_tuning": False, "tie_word_embeddings": True},
+    ),
     "qwen3_next": (
         "qwen3_next",
         WIDE | EXPERTS | DELTA | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}

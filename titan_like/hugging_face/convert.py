@@ -137,7 +137,7 @@ def write_folder(
         module = family_of(weights.model, origin.fields.get("model_type"))
         fields = module.to_fields(weights.model)
     # Tied tables go out again under the names that they came with, and so does what is around a text's model.
-    has_more = isinstance(origin.fields.get("text_config"), dict)
+    has_more = isinstance(origin.fields.get("text_config") or origin.fields.get("vision_config"), dict)
     names, around = tensors_around(Path(origin.source), module) if has_more else ({}, {})
     if has_more and not around:
         say(f"{origin.source or 'the source'} has no tensors around the text's model, which is written alone")
@@ -163,8 +163,16 @@ def write_folder(
         config = _config(origin.fields, fields, tokens, first, architecture)
         if around:
             architecture = architecture_of(weights.model, origin.fields["model_type"])
-            outer = origin.fields | {"text_config": None}
-            config = _config(outer, {"text_config": config}, tokens, first, architecture)
+            outer, text = origin.fields | {"text_config": None}, origin.fields.get("text_config", origin.fields)
+            tables = (text.get(name) for name in ("rope_scaling", "rope_parameters"))
+            axes = {name: value for table in tables for name, value in (table or {}).items() if name[:6] == "mrope_"}
+            if axes:
+                config["rope_scaling"] = {"rope_type": "default"} | (config.get("rope_scaling") or {}) | axes
+            config["model_type"] = text.get("model_type", config["model_type"])
+            if text is origin.fields:
+                config["architectures"] = [architecture]
+            else:
+                config = _config(outer, {"text_config": config}, tokens, first, architecture)
         step_folders.write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -164,6 +164,8 @@ def slice_reader(tensors: dict[str, FileTensor]) -> ReadSlice:
     opened = lru_cache(maxsize=2)(partial(safe_open, framework="pt"))  # a tensor and its scales
 
     def stored(tensor: FileTensor, index: tuple[slice, ...]) -> torch.Tensor:
+        if not tensor.shape:  # a number, of which no slice can be read
+            return opened(tensor.file).get_tensor(tensor.name)[None][index]
         return opened(tensor.file).get_slice(tensor.name)[index]
 
     def read(name: str, index: tuple[slice, ...]) -> torch.Tensor:

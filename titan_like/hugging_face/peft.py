@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -42,10 +42,10 @@ _BASE = "base_model_name_or_path"
 _READ = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", _BASE, "r", "lora_alpha", "lora_dropout"),
     *("init_lora_weights", "inference_mode", "fan_in_fan_out", "target_modules", "target_parameters"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config", "rank_pattern", "alpha_pattern"),
 }
 _DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8, "bias": "none", "modules_to_save": [], "revision": "main"}
-_DEFAULTS |= {"rank_pattern": {}, "alpha_pattern": {}, "loftq_config": {}, "qalora_group_size": 16}
+_DEFAULTS |= {"loftq_config": {}, "qalora_group_size": 16}
 _DEFAULTS |= {"megatron_core": "megatron.core"}
 _NAMES = {"rank": "r", "alpha": "lora_alpha"}  # ours and PEFT's
 _SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a file of weights
@@ -88,12 +88,34 @@ class StoredAdapter(NamedTuple):
             whole = b.new_zeros(rows, self.adapter.rank)
             yield module, parts[matrix], whole.index_copy_(0, theirs, matrices[matrix].flatten(0, 1)[ours])
 
-    def from_peft(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Our A and B from PEFT's tensors: float32. Every module has one block."""
-        pairs = [([tensors[name].float() for name in names_of(block.module)], block) for block in self.blocks()]
-        sizes = self.adapter.adapted_rows
-        rows = [b[block.theirs].view(-1, size, b.shape[1]) for ((_, b), block), size in zip(pairs, sizes, strict=True)]
-        return torch.cat([a for (a, _), _ in pairs]), torch.cat(rows, 1).flatten(0, 1)
+    def from_peft(self, tensors: dict[str, torch.Tensor], numbers: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Our A and B from PEFT's tensors: float32. ``numbers``: of each block among those of its module.
+
+        Blocks of a fused module have a part of its A and B each, or share its A.
+        """
+        parts, rows, rank = [], [], self.adapter.rank
+        for block, size, number in zip(self.blocks(), self.adapter.adapted_rows, numbers, strict=True):
+            a, b = (tensors[name].float() for name in names_of(block.module))
+            own = columns_of(number, len(a), rank)
+            parts.append(a[own])
+            rows.append(b[block.theirs, own].view(-1, size, rank))
+        return torch.cat(parts), torch.cat(rows, 1).flatten(0, 1)
+
+
+def columns_of(number: int, width: int, rank: int) -> slice:
+    """The part of a module's ``width`` low dimensions that its block with this number has; all, if blocks share A."""
+    return slice(number * rank, (number + 1) * rank) if width > rank else slice(None)
+
+
+def _numbered(adapters: Iterable[StoredAdapter]) -> Iterator[tuple[StoredAdapter, list[tuple[Block, int]]]]:
+    """Each adapter with its blocks, and the number of each among the blocks of its module."""
+    counts = Counter[str]()
+    for adapter in adapters:
+        blocks = list[tuple[Block, int]]()
+        for block in adapter.blocks():
+            blocks.append((block, counts[block.module]))
+            counts[block.module] += 1
+        yield adapter, blocks
 
 
 def names_of(module: str) -> tuple[str, str]:
@@ -172,8 +194,22 @@ def peft_settings(folder: Path, key: str) -> dict[str, Any]:
     return {name: getattr(section, name) for name in values}
 
 
+def own_modules(model: TransformerConfig, base: Path, modules: list[str]) -> list[str]:
+    """The same modules, by our names where [lora] does not know those of the class of ``base``, which fuses them."""
+    known = {source for stored in stored_linears(model).values() for source in stored.sources}
+    own = dict[str, set[str]]()
+    for name, stored in stored_linears(model, _model_type(base)).items():
+        for source in stored.sources.keys() - known:
+            own.setdefault(f".{source.removesuffix('.weight')}", set()).add(NUMBERED.sub("", name))
+    named = [[name for end in own if end.endswith(f".{module}") for name in own[end]] or [module] for module in modules]
+    return sorted({name for names in named for name in names})
+
+
 def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, section: LoRA) -> None:
-    """Refuse a PEFT folder whose adapters of ``base`` are not those that [lora] describes. Reads no tensors."""
+    """Refuse a PEFT folder whose adapters of ``base`` are not those that [lora] describes.
+
+    Reads no tensors, except of modules that are adapted in parts.
+    """
     fields = _fields(folder, key)
     kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
     require(kind == "LORA", key, str(folder), f"its peft_type is {json.dumps(kind)}; only LORA can be read")
@@ -186,10 +222,11 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
         value, reason = getattr(section, name), f"{folder} has {theirs} = {fields.get(theirs, _DEFAULTS[theirs])}"
         require(value == fields.get(theirs, _DEFAULTS[theirs]), f"lora.{name}", value, f"{reason}; set it to that")
     tensors = _tensors(folder, key)
-    blocks = [block for adapter in stored_adapters(model, section, _model_type(base)) for block in adapter.blocks()]
-    wanted, fused = dict[str, tuple[int, int]](), Counter(block.module for block in blocks)
-    for module, (rows, columns), *_ in blocks:
-        wanted |= zip(names_of(module), ((section.rank, columns), (rows, section.rank)), strict=True)
+    blocks = [pair for _, of in _numbered(stored_adapters(model, section, _model_type(base))) for pair in of]
+    wanted, fused = dict[str, tuple[int, int]](), Counter(block.module for block, _ in blocks)
+    ranks = _ranks(folder, key, fields, fused, section)
+    for (module, (rows, columns), *_), _ in blocks:
+        wanted |= zip(names_of(module), ((ranks[module], columns), (rows, ranks[module])), strict=True)
     modules = _modules(tensors, fields)
     hint = "merge it with PEFT instead" if modules == section.modules else "name these, or leave it out"
     reason = f"{folder} has adapters of {', '.join(modules)}; {hint}"
@@ -197,15 +234,37 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
     for name in sorted(tensors.keys() ^ wanted.keys()):
         reason = f"has {'no' if name in wanted else 'a'} {name}, {'as other layers do' if name in wanted else 'too'}"
         raise ConfigError(key, str(folder), f"{reason}; merge it with PEFT instead")
-    for module, count in fused.items():
-        reason = f"its {module} has one A, but the {count} matrices in it have one each here; merge it with PEFT"
-        require(count == 1, key, str(folder), reason)
     for name, shape in wanted.items():
         tensor = tensors[name]
         reason = f"its {name} has the shape {list(tensor.shape)}, but the model and [lora] give {list(shape)}"
         require(tensor.shape == shape, key, str(folder), reason)
         reason = f"its {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
         require(tensor.dtype in DTYPES, key, str(folder), reason)
+    remaining, rows = dict[str, torch.Tensor](), Counter[str]()
+    for block, _ in blocks:
+        rows[block.module] += len(block.theirs)
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        for block, number in blocks:
+            if fused[block.module] > 1 or rows[block.module] < block.shape[0]:
+                b = remaining.setdefault(block.module, file.get_tensor(names_of(block.module)[1]))
+                b[block.theirs, columns_of(number, b.shape[1], section.rank)] = 0
+    for module, b in remaining.items():
+        reason = f"its {module} adapts rows that lora.modules leaves out, or all by each part of its A"
+        require(not b.any(), key, str(folder), f"{reason}; merge it with PEFT instead")
+
+
+def _ranks(folder: Path, key: str, fields: dict[str, Any], fused: Mapping[str, int], section: LoRA) -> dict[str, int]:
+    """The rank of each module's adapter: the run's, or as many times it as the module has matrices, with alpha too."""
+    ranks = dict.fromkeys(fused, section.rank)
+    given = {name: fields.get(f"{name}_pattern") or {} for name in _NAMES}
+    for module in sorted({*given["rank"], *given["alpha"]}):
+        count = fused.get(module, 1)
+        for name in _NAMES:
+            value, wanted = given[name].get(module), count * getattr(section, name)
+            reason = f"its {name}_pattern gives {module} {value}, but only {wanted:g} can be read, of a fused module"
+            require(count > 1 and value == wanted, key, str(folder), f"{reason}; merge it with PEFT instead")
+        ranks[module] = count * section.rank
+    return ranks
 
 
 @torch.no_grad()
@@ -213,13 +272,15 @@ def read_peft(folder: Path, base: Path, model: ParallelModel, section: LoRA) -> 
     """Read this process's part of a PEFT folder's adapters, which have been checked, into a model in any layout."""
     parameters = dict(model.named_parameters())
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        for adapter in stored_adapters(model.stages[0].module.config, section, _model_type(base)):
+        shape = model.stages[0].module.config
+        for adapter, blocks in _numbered(stored_adapters(shape, section, _model_type(base))):
             ours = [parameters.get(f"{adapter.name}.{name}") for name in ADAPTER_NAMES]
             if ours[0] is None:  # of another pipeline stage
                 continue
-            names = [name for block in adapter.blocks() for name in names_of(block.module)]
+            names = {name for block, _ in blocks for name in names_of(block.module)}
             tensors = {name: file.get_tensor(name) for name in names}
-            for parameter, value in zip(ours, adapter.from_peft(tensors), strict=True):
+            values = adapter.from_peft(tensors, [number for _, number in blocks])
+            for parameter, value in zip(ours, values, strict=True):
                 assert parameter is not None
                 for part, offset in local_parts(parameter):
                     where = zip(offset, part.shape, strict=True)
@@ -228,7 +289,7 @@ def read_peft(folder: Path, base: Path, model: ParallelModel, section: LoRA) -> 
 
 def write_peft(weights: CheckpointWeights, output: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's adapters as a PEFT folder, completely or not at all."""
-    has_images = "text_config" in read_origin(with_small_files(weights.path)).fields
+    has_images = not {"text_config", "vision_config"}.isdisjoint(read_origin(with_small_files(weights.path)).fields)
     reason = "its base has images, so that PEFT's names would be others; add --merge"
     require(not has_images, "--checkpoint", str(weights.path), reason)
     section, model = lora_of(weights), weights.model

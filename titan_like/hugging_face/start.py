@@ -16,11 +16,11 @@ from titan_like.config.paths import unreadable_reason
 from titan_like.config.schema import JobConfig, TokenOptions
 from titan_like.data.text.tokenizer import build_tokenizer, tokenizer_files, tokenizer_in
 from titan_like.hugging_face.folder import is_hugging_face, local_folder, open_hugging_face, read_model
-from titan_like.hugging_face.peft import base_of, is_peft, peft_settings
+from titan_like.hugging_face.peft import base_of, is_peft, own_modules, peft_settings
 from titan_like.models.config import TransformerConfig
 from titan_like.models.hugging_face import fill_part
 from titan_like.models.layers.init import local_parts
-from titan_like.models.registry import filled_shape, model_config
+from titan_like.models.registry import config_class, filled_shape, model_config
 from titan_like.models.transformer import Transformer
 from titan_like.parallel.model import ParallelModel
 
@@ -52,10 +52,15 @@ def read_start(name: str, key: str, ignore: Collection[str] = ()) -> Start:
         reason = f"{path} is a checkpoint, which has no config.json to leave fields out of; leave it out"
         require(not ignore, "model.ignore_fields", ignore, reason)
         state = read_run_state(path)
-        shape = filled_shape(state.config["model"]["family"], state.model)
+        family = state.config["model"]["family"]
+        shape = filled_shape(family, state.model)
+        if lora:
+            lora["modules"] = own_modules(config_class(family).model_validate(shape), path, lora["modules"])
         return _of_run(state, shape, tokenizer_in(path))._replace(free=frozenset(), lora=lora)
     if is_hugging_face(path):
         _, family, model = read_model(path, key, ignore)
+        if lora:
+            lora["modules"] = own_modules(model, path, lora["modules"])
         tokenizer = tokenizer_in(path)
         data = {} if tokenizer is None else {"tokenizer": tokenizer}
         return Start(family, plain(model.model_dump(mode="json")), data, lora=lora)

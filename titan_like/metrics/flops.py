@@ -92,12 +92,14 @@ def recomputed_layers(model: TransformerConfig, recompute: ActivationCheckpoint)
 
 def visible_pairs(model: TransformerConfig, mask: KeyRanges) -> torch.Tensor:
     """Visible (query, key) pairs under a batch's mask and the layers' windows, summed over all layers: a scalar."""
-    windows = Counter[int]()
+    windows = Counter[tuple[int, bool]]()
     for kind, count in zip(model.parts.kinds, model.layer_counts, strict=True):
         for core in kind.cores:
-            windows[core.window] += count
-    visible = mask.end - mask.first
-    pairs = [count * (visible.clamp(max=window) if window else visible).sum() for window, count in windows.items()]
+            windows[core.window, core.has_chunks] += count
+    visible, pairs = mask.end - mask.first, []
+    for (window, has_chunks), count in windows.items():
+        most = (mask.end - 1) % window + 1 if has_chunks else window or None  # with chunks the mask is causal
+        pairs.append(count * (visible if most is None else visible.clamp(max=most)).sum())
     return sum(pairs, visible.new_zeros(()))
 
 

@@ -237,8 +237,8 @@ class WithExperts(TransformerConfig):
     shared_ffn_hidden_size: int = Field(0, ge=0, le=2**23, description="their width; 0 means that of as many experts")
     shared_expert_gate: bool = Field(False, description="multiply shared experts' output by a sigmoid of the token")
     num_dense_layers: int = Field(0, ge=0, description="first layers with a dense MLP of ffn_hidden_size")
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = Field(
-        "silu", description="activation of MLPs and experts; gelu is exact, and relu2 the square of relu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "clamped_swiglu"] = Field(
+        "silu", description="activation of MLPs and experts; gelu is exact, relu2 the square of relu, xielu Apertus's"
     )
     router_bias: bool = Field(False, description="whether the router's logits have biases")
     router_groups: int = Field(1, gt=0, description="groups of consecutive experts")
@@ -253,6 +253,7 @@ class WithExperts(TransformerConfig):
     router_margin: float = Field(0.02, ge=0, le=1e6, description="sparsemixer: share by which other logits may be less")
     renormalize: bool = Field(True, description="normalise the weights of a token's experts to sum to 1")
     routed_scaling: float = Field(1.0, gt=0, le=1e6, description="factor on the experts' weights, after renormalize")
+    scale_expert_inputs: bool = Field(False, description="the weights multiply experts' inputs, not results (Llama 4)")
     balance: Literal["none", "auxiliary", "bias"] = Field(
         "auxiliary", description="load balancing: an auxiliary loss, a bias on the scores for the choice alone, or none"
     )
@@ -278,6 +279,8 @@ class WithExperts(TransformerConfig):
     def broken_rules(self) -> Iterator[str]:
         """As in the base class."""
         yield from super().broken_rules()
+        if self.activation == "xielu" and getattr(self, "gated", True):
+            yield "activation xielu needs an MLP without a gate; set gated to false"
         experts, top = self.num_experts, self.experts_per_token
         groups, top_groups = self.router_groups, self.router_top_groups
         if not experts:

@@ -90,7 +90,7 @@ class Stored:
         """The number of rows in each source."""
         return [
             shape[-1 if self.is_transposed else int(self.is_stacked)] * (shape[0] if self.is_stacked else 1)
-            for shape in self.sources.values()
+            for shape in (shape or (1,) for shape in self.sources.values())
         ]
 
     def order(self) -> torch.Tensor:

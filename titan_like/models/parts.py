@@ -29,6 +29,7 @@ class Core(NamedTuple):
     is_causal: bool
     window: int = 0  # most keys that a query sees; 0: all, or with a causal mask all up to its own
     has_softcap: bool = False
+    has_chunks: bool = False  # the window is that of a chunk of positions, which see only each other
 
     def scores(self, lengths: Lengths, causal: bool) -> int:
         """Elements of a sample's attention matrix in one head that are within the window.
@@ -37,6 +38,8 @@ class Core(NamedTuple):
         """
         queries, keys = lengths[self.queries], lengths[self.keys]
         seen = min(self.window or keys, keys)
+        if self.has_chunks and causal:
+            return (queries // seen * seen**2 + (queries % seen) ** 2) // 2
         return queries * seen * (2 * keys - seen) // (2 * max(keys, 1)) if causal and self.is_causal else queries * seen
 
 
@@ -123,7 +126,7 @@ def _layer_parts(layer: nn.Module) -> LayerParts:
         seen = 0 if module in of_memory else stack
         matrices[seen] += getattr(module, "products_per_position", 0)
         if isinstance(module, AttentionCore):
-            cores.append(Core(stack, seen, module.is_causal, module.window, module.softcap > 0))
+            cores.append(Core(stack, seen, module.is_causal, module.window, module.softcap > 0, module.has_chunks))
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 2:
                 # Of stacked matrices each position uses a few.

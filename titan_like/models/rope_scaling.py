@@ -14,7 +14,7 @@ class RopeScaling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    type: Literal["llama3", "linear", "yarn", "longrope"] = Field("llama3", description="the formula")
+    type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = Field("llama3", description="the formula")
     factor: float = Field(gt=0, description="how much longer the context becomes")
     original_max_seq_len: int = Field(0, ge=0, description="context length of the first training phase, tokens")
     low_freq_factor: float = Field(0, ge=0, description="llama3: wavelengths above original_max_seq_len / this stretch")
@@ -25,6 +25,8 @@ class RopeScaling(BaseModel):
     attention_factor: float = Field(0, ge=0, description="yarn, longrope: factor on cos and sin; 0: by the formula")
     mscale: float = Field(0, ge=0, description="yarn: DeepSeek's terms of attention_factor")
     mscale_all_dim: float = Field(0, ge=0, description="yarn: the other one")
+    short_magnitude: float = Field(0, ge=0, description="longrope: that factor up to the original context; 0: the same")
+    long_magnitude: float = Field(0, ge=0, description="longrope: that factor in longer contexts; 0: the same")
     short_factors: list[float] = Field([], description="longrope: divisors of frequencies up to the original context")
     long_factors: list[float] = Field([], description="longrope: divisors of the frequencies of longer contexts")
 
@@ -33,10 +35,13 @@ class RopeScaling(BaseModel):
         needed = {
             "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
             "yarn": ("original_max_seq_len",),
+            "dynamic": ("original_max_seq_len",),
             "longrope": ("original_max_seq_len", "short_factors", "long_factors"),
         }.get(self.type, ())
         if missing := [name for name in needed if not getattr(self, name)]:
             raise ValueError(f"{self.type} scaling needs {' and '.join(missing)}; set what is missing")
+        if (self.short_magnitude > 0) != (self.long_magnitude > 0):
+            raise ValueError("short_magnitude and long_magnitude go together; set both, or leave both at 0")
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"

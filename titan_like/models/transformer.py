@@ -14,6 +14,7 @@ from titan_like.models.layers.cross_entropy import TokenLoss, soft_capped
 from titan_like.models.layers.experts import Router
 from titan_like.models.layers.init import BLOCK_ELEMENTS, fill_normal
 from titan_like.models.layers.key_ranges import KeyRanges
+from titan_like.models.layers.mlp import XIELU
 
 Labels = torch.Tensor | None
 
@@ -222,7 +223,7 @@ class Transformer(nn.Module):
             else:
                 fill_normal(parameter, seed, name, self.initial_std(name, parameter), self.initial_elements)
         for module in self.modules():
-            if isinstance(module, Router):
+            if isinstance(module, Router | XIELU):
                 module.reset()
 
     def initial_std(self, name: str, parameter: torch.Tensor) -> float | torch.Tensor:

@@ -82,7 +82,7 @@ class AdaptedLinear(LinearGemms):
     ) -> torch.Tensor:
         """As in the base class. If the layer is split by columns, the result is this rank's partial sum."""
         a, b = _local(self.lora_a), _local(self.lora_b)
-        dropped = F.dropout(x, self.adapter.dropout) if self.training and self.adapter.dropout else x
+        dropped = self.dropped(x, self.adapter.dropout) if self.training and self.adapter.dropout else x
         return super().gemm(x, weight, part, bias) + self.up(F.linear(dropped, a), b)
 
     def up(self, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

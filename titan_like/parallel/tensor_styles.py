@@ -9,6 +9,8 @@ Between layers, activations are [batch, seq, hidden] and equal on every rank. Wi
 [batch, seq / ranks, hidden], and each rank has a contiguous part of the sequence.
 """
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -53,8 +55,33 @@ class ColumnLinear(TensorParallel, LinearGemms):
         """[..., in] → [..., out of this rank]."""
         return self.gemm(x, self.weight, local(self.weight), None if self.bias is None else local(self.bias))
 
+    def dropped(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        """As in the base class. With sequence parallelism random numbers differ, so each rank draws for its part."""
+        if not self.sequence_parallel:
+            return super().dropped(x, rate)
+        mask = F.dropout(torch.ones_like(x.chunk(self.tensor_group.size, 1)[0]), rate)
+        return x * all_gather(mask, 1, self.tensor_group)
 
-class RowLinear(TensorParallel, LinearGemms):
+
+class OwnRandomNumbers(TensorParallel):
+    """Base of what draws random numbers for features or heads of this rank, where ranks share a stream."""
+
+    @contextlib.contextmanager
+    def own_random_numbers(self, device: torch.device) -> Iterator[None]:
+        """Draw from a stream of this rank."""
+        # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
+        # checkpointing restores that generator, so a recomputation draws the same number again.
+        seed = int(torch.randint(2**48, ())) * self.tensor_group.size + self.tensor_group.rank
+        generator = generator_of(device)
+        state = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+
+class RowLinear(OwnRandomNumbers, LinearGemms):
     """Splits the input features of a linear layer. The ranks' products are summed, then the bias is added once."""
 
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate(), "lora_a": Shard(1), "lora_b": Replicate()}
@@ -66,6 +93,11 @@ class RowLinear(TensorParallel, LinearGemms):
         x = self.reduce_from_region(self.gemm(x, self.weight, local(self.weight), None))
         return x if self.bias is None else x + local(self.bias)
 
+    def dropped(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        """As in the base class. Each rank has features of its own."""
+        with contextlib.nullcontext() if self.sequence_parallel else self.own_random_numbers(x.device):
+            return super().dropped(x, rate)
+
 
 class ReplicatedLinear(ColumnLinear):
     """Replicates a linear layer outside regions. With sequence parallelism each rank has its part of the sequence."""
@@ -73,6 +105,10 @@ class ReplicatedLinear(ColumnLinear):
     placements: ClassVar = dict.fromkeys(("weight", "bias", "lora_a", "lora_b"), Replicate())
     partial_gradients: ClassVar[tuple[str, ...]] = ("weight", "bias", "lora_a", "lora_b")
     always_partial = ()
+
+    def dropped(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        """As in the base class, of this rank's positions."""
+        return LinearGemms.dropped(self, x, rate)
 
 
 class PooledLinear(ReplicatedLinear):
@@ -152,6 +188,17 @@ class SplitNorm(TensorParallel):
         squares = SumOfRanks.apply(values.square().sum(-1, keepdim=True), self.tensor_group)
         root = (squares / self.normalized_shape[0] + self.eps).rsqrt()
         return (values * root * factor_of(self, local(self.weight))).to(x.dtype)
+
+
+class SplitNormOfHeads(TensorParallel):
+    """Splits the weights of a `NormOfHeads` in a region: each rank has its own heads."""
+
+    placements: ClassVar = {"weight": Shard(0)}
+    head_dim: int
+
+    def weights(self) -> torch.Tensor:
+        """Return the weights of this rank's heads."""
+        return local(self.weight).view(-1, self.head_dim)
 
 
 class VocabularyEmbedding(TensorParallel):
@@ -281,7 +328,7 @@ def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -
     return DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
 
 
-class SplitHeads(TensorParallel):
+class SplitHeads(OwnRandomNumbers):
     """Splits heads and their sinks. Each rank has its own attention dropout; all other random numbers are shared."""
 
     placements: ClassVar = {"sinks": Shard(0)}
@@ -301,19 +348,11 @@ class SplitHeads(TensorParallel):
         """As the module itself, on [batch, heads here, seq, head_dim], with a random stream of this rank."""
         if not (self.training and self.dropout):
             return super().forward(*inputs)
-        # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
-        # checkpointing restores that generator, so a recomputation draws the same number again.
-        seed = int(torch.randint(2**48, ())) * self.tensor_group.size + self.tensor_group.rank
-        generator = generator_of(inputs[0].device)
-        state = generator.get_state()
-        generator.manual_seed(seed)
-        try:
+        with self.own_random_numbers(inputs[0].device):
             return super().forward(*inputs)
-        finally:
-            generator.set_state(state)
 
 
-_OF_CHANNELS = ("weight", "bias", "conv", "a_log", "dt_bias", "skip")
+_OF_CHANNELS = ("weight", "bias", "conv", "a_log", "dt_bias", "skip", "alpha_p", "alpha_n")
 
 
 class SplitChannels(TensorParallel):
@@ -349,6 +388,7 @@ STYLES: dict[str, type[TensorParallel]] = {
     "norm": Norm,
     "head_norm": HeadNorm,
     "split_norm": SplitNorm,
+    "norm_of_heads": SplitNormOfHeads,
     "replicated_linear": ReplicatedLinear,
     "router": ReplicatedRouter,
     "split_heads": SplitHeads,

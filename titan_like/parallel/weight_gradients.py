@@ -77,6 +77,10 @@ class LinearGemms(nn.Module):
             return self.gemm(x, table, table, None)
         return self.gemm(x, self.weight, self.weight, self.bias)
 
+    def dropped(self, x: torch.Tensor, rate: float) -> torch.Tensor:
+        """Dropout of an adapter's input [..., in here], by one mask for all that multiply the same features."""
+        return F.dropout(x, rate)
+
     def gemm(
         self, x: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:

@@ -217,7 +217,8 @@ def _check_compile(config: JobConfig, model: TransformerConfig) -> None:
     refuse(config,
         (compiles and selective, "activation_checkpoint.mode",
          'cannot be compiled with tensor parallelism; use "full" or "none", or set compile.enable to false'),
-        (compiles and getattr(model, "dropout", 0) > 0 and not layout.sequence_parallel, "compile.enable",
+        (compiles and (getattr(model, "dropout", 0) or config.lora.dropout) > 0 and not layout.sequence_parallel,
+         "compile.enable",
          "needs sequence parallelism with tensor parallelism and dropout; set sequence_parallel to true"))  # fmt: skip
 
 
@@ -295,9 +296,7 @@ def _check_lora(config: JobConfig, model: TransformerConfig) -> None:
     trains_bias = has_experts(model) and model.balance == "bias" and model.bias_update_rate > 0
     reason = "changes the frozen router's biases; set model.overrides.bias_update_rate = 0"
     require(not trains_bias, "model.overrides.balance", "bias", reason)
-    degree, mode = Layout.of(config.parallelism).tensor, config.activation_checkpoint.mode
-    reason = f"is not supported with parallelism.tensor_parallel_degree = {degree}; set it to 0"
-    require(not section.dropout or degree == 1, "lora.dropout", section.dropout, reason)
+    mode = config.activation_checkpoint.mode
     reason = 'is not supported with activation_checkpoint.mode = "budget"; set it to 0'
     require(not section.dropout or mode != "budget", "lora.dropout", section.dropout, reason)
 

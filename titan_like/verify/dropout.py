@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from titan_like.models.layers.init import generator_of
 from titan_like.parallel.layout import Layout
+from titan_like.parallel.tensor_styles import RowLinear
 from titan_like.torch_private import is_in_backward_pass
 from titan_like.train.trainer import Trainer
 from titan_like.verify.compare import Key, Report, Row
@@ -46,6 +47,7 @@ class Draw:
     stream: str  # digest of the random generator before the draw
     kept: torch.Tensor  # bool, this process's part of [batch, seq, hidden] or [batch, heads, seq, seq]
     scale: float  # factor of the elements that are kept
+    has_own_features: bool  # whether tensor-parallel ranks have features of their own at the site
 
     @property
     def mask(self) -> tuple[object, ...]:
@@ -78,7 +80,8 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
         place = f"after {event[0]} in step {event[3]}, {ranks}, microbatch {number}"
         kept, keys = drawn != 0, drawn.shape[-1] if is_attention else 1
         scale = drawn[kept].double().mean().item() * keys
-        draws.append(Draw(*event, place, tensor_rank, digest(before), kept, scale))
+        has_own_features = event[0] in split_by_columns
+        draws.append(Draw(*event, place, tensor_rank, digest(before), kept, scale, has_own_features))
         return result
 
     def recorded_dropout(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -92,8 +95,10 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
         redo = partial(attention, torch.zeros_like(q), torch.zeros_like(k), units, **plain)
         return record(True, partial(attention, q, k, v, **options), redo)
 
+    split_by_columns = set[str]()
     for stage in trainer.model.stages:
         for name, module in stage.module.named_modules():
+            split_by_columns |= {name} if isinstance(module, RowLinear) else set()
             module.register_forward_pre_hook(lambda m, i, name=name: sites.append(name))
     recorded = patch.object(F, "scaled_dot_product_attention", recorded_attention)
     with patch.object(F, "dropout", recorded_dropout), recorded:
@@ -111,7 +116,8 @@ def check_draws(report: Report, draws: list[Draw], layout: Layout, rate: float) 
     for draw in forward:
         # Tensor-parallel ranks hold different activations if the sequence or the heads are split, else the same ones.
         has_parts = draw.kept.shape[1] > 1  # all ranks hold a sequence's first token
-        is_split = layout.tensor > 1 if draw.is_attention else layout.sequence_parallel and has_parts
+        has_own = draw.is_attention or draw.has_own_features
+        is_split = layout.tensor > 1 if has_own else layout.sequence_parallel and has_parts
         if not is_split and not layout.sequence_parallel:  # this takes the first rank's mask of a first token
             report.share(Key(1, Row.MASKS_EQUAL, f"{draw.site} @ {draw.place}"), digest(draw.kept))
         if is_split or draw.tensor_rank == 0:

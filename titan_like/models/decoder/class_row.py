@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from titan_like.models.decoder.expert_fields import DenseLayers
 from titan_like.models.decoder.fields import (
@@ -37,9 +37,10 @@ NAMES = {
     "mamba.dt_bias": "mamba.dt_bias", "mamba.skip": "mamba.D", "mamba.norm": "mamba.norm",
     "mamba.proj": "mamba.out_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",  # gate = up: gate above up
+    "mlp.activation": "mlp.act_fn",
     "mlp.router": "mlp.gate", "mlp.router.bias": "mlp.gate.e_score_correction_bias",  # on scores for the choice alone
-    # One tensor an expert, or without {} one of all experts: gate above up of each, or with `has_experts_in_turn`
-    # transposed, where gate = up has rows of both in turn.
+    # One tensor an expert, or without {} one of all experts: gate above up of each. With `transposed_experts` they are
+    # parameters, transposed, where gate = up has rows of both in turn, or in two halves.
     "mlp.experts.gate": "mlp.experts.{}.gate_proj", "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj", "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj", "mlp.shared.down": "mlp.shared_experts.down_proj",
@@ -49,6 +50,12 @@ NAMES = {
     "mtp.enorm": "enorm", "mtp.hnorm": "hnorm", "mtp.eh_proj": "eh_proj",
 }
 # fmt: on
+# How names in files of models with images begin → in the class of their text.
+IN_LANGUAGE_MODEL = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}  # fmt: skip
 QK_HEAD, QK_ALL = {"qk_norm": "head"}, {"qk_norm": "all"}
 MLP_BIAS, HEAD_SIZE, BIAS = renamed("mlp_bias", "mlp_bias", False), head_size(), bias()
 GRANITE_SCALES = (
@@ -83,11 +90,12 @@ class Class:
     may_be_dense: bool = False  # whether models may have no experts, in a class that has them
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
-    has_experts_in_turn: bool = False
+    transposed_experts: Literal["", "in turn", "in halves"] = ""
     has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
     others: tuple[str, ...] = ()  # how names of tensors begin that files have and the class leaves out
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first
+    outer_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text's fields, where they are not these
     names: Mapping[str, str] = field(default_factory=dict)  # ours → theirs, where they are not Llama's
     renamed: Mapping[str, str] = field(default_factory=dict)  # how names in files begin → in the class
 

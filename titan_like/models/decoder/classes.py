@@ -5,7 +5,7 @@ An absent field of config.json has the class's default, which is often not what 
 
 from typing import Any
 
-from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, MLP_BIAS, QK_ALL, QK_HEAD, Class
+from titan_like.models.decoder.class_row import BIAS, HEAD_SIZE, IN_LANGUAGE_MODEL, MLP_BIAS, QK_ALL, QK_HEAD, Class
 from titan_like.models.decoder.fields import OUTPUT_BIAS, Layers, activation, bias, biases, head_size
 from titan_like.models.decoder.hybrid_classes import HYBRID_CLASSES
 from titan_like.models.decoder.moe_classes import MOE_CLASSES
@@ -14,10 +14,7 @@ from titan_like.models.fields import Field, choice, fixed, nullable, reciprocal,
 
 _GATE_UP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
 # fmt: off
-_IN_LANGUAGE_MODEL = {
-    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
-}
-_MISTRAL3: dict[str, Any] = {"outer": "Mistral3ForConditionalGeneration", "renamed": _IN_LANGUAGE_MODEL}
+_MISTRAL3: dict[str, Any] = {"outer": "Mistral3ForConditionalGeneration", "renamed": IN_LANGUAGE_MODEL}
 _GEMMA: dict[str, Any] = {
     "activation": activation("hidden_activation", "gelu_pytorch_tanh"), "tied": True,
     "fixed": (fixed("use_bidirectional_attention", False, None, is_written=False),),
@@ -70,13 +67,21 @@ _DENSE_CLASSES = (
         ),
     ),
     Class(
-        "Qwen2ForCausalLM", ("qwen2",), (151936, 4096, 22016, 32, 32, 32, 32768), {"attention_bias": "qkv"},
-        (HEAD_SIZE,),
-        ignored=frozenset({"attention_bias"}), layers=Layers("switched", 4096),
+        "Qwen2ForCausalLM", ("qwen2", "qwen2_5_vl"), (151936, 4096, 22016, 32, 32, 32, 32768),
+        {"attention_bias": "qkv"}, (HEAD_SIZE,),
+        ignored=frozenset({"attention_bias"}), layers=Layers("switched", 4096), renamed=IN_LANGUAGE_MODEL,
+        outer="Qwen2_5_VLForConditionalGeneration",
+        outer_defaults={
+            "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "max_window_layers": 80,
+        },
     ),
     Class(
-        "Qwen3ForCausalLM", ("qwen3",), (151936, 4096, 22016, 32, 32, 32, 32768), QK_HEAD, (head_size(128), BIAS),
-        layers=Layers("switched", 4096),
+        "Qwen3ForCausalLM", ("qwen3", "qwen3_vl"), (151936, 4096, 22016, 32, 32, 32, 32768), QK_HEAD,
+        (head_size(128), BIAS), layers=Layers("switched", 4096), renamed=IN_LANGUAGE_MODEL,
+        outer="Qwen3VLForConditionalGeneration",
+        outer_defaults={"max_position_embeddings": 128000, "rope_theta": 5e5},
     ),
     Class(
         "Olmo2ForCausalLM", ("olmo2",), (50304, 4096, 11008, 32, 32, 0, 2048), QK_ALL | _POST, (HEAD_SIZE, BIAS),
@@ -152,7 +157,7 @@ _DENSE_CLASSES = (
             "types", 4096, period=6, period_field="sliding_window_pattern",
             rope=Rope(("rope_theta", 1e6), local_theta=("rope_local_base_freq", 10_000.0)),
         ),
-        outer="Gemma3ForConditionalGeneration", **_GEMMA, renamed=_IN_LANGUAGE_MODEL,
+        outer="Gemma3ForConditionalGeneration", **_GEMMA, renamed=IN_LANGUAGE_MODEL,
     ),
     Class(
         "Phi3ForCausalLM", ("phi3",), (32064, 3072, 8192, 32, 32, 0, 4096), fields=(HEAD_SIZE,),
@@ -229,7 +234,10 @@ _DENSE_CLASSES = (
     ),
     Class(
         "CohereForCausalLM", ("cohere",), (256000, 8192, 22528, 40, 64, 0, 8192), _COHERE,
-        (renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS), fixed=(fixed("use_qk_norm", False),),
+        (
+            renamed("logit_scale", "logit_scale", 0.0625), HEAD_SIZE, BIAS,
+            choice("qk_norm", "use_qk_norm", False, {False: "none", True: "heads"}),
+        ),
         eps=("layer_norm_eps", 1e-5), tied=True, layers=Layers(rope=Rope(("rope_theta", 5e5))), is_interleaved=True,
     ),
     Class(
@@ -243,9 +251,10 @@ _DENSE_CLASSES = (
         (
             head_size(None), bias("qkv", theirs="use_qkv_bias"),
             choice("block", "use_parallel_residual", False, {False: "pre", True: "parallel_one_norm"}),
+            choice("qk_norm", "qk_layernorm", False, {False: "none", True: "heads"}),
         ),
-        fixed=(fixed("qk_layernorm", False),), eps=("layer_norm_eps", 1e-5),
-        layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.25))),
+        eps=("layer_norm_eps", 1e-5), layers=Layers(rope=Rope(fraction=("partial_rotary_factor", 0.25))),
+        names={f"attention.{part}_norm": f"self_attn.{part}_layernorm.norms.{{}}" for part in "qk"},
     ),
     Class(
         "PhiForCausalLM", ("phi",), (51200, 2048, 8192, 24, 32, 0, 2048),
@@ -270,12 +279,26 @@ _DENSE_CLASSES = (
     ),
     Class(
         "OlmoForCausalLM", ("olmo",), (50304, 4096, 11008, 32, 32, 0, 2048), {"norm": "layer_no_weight"},
-        (HEAD_SIZE, BIAS), fixed=(fixed("clip_qkv", None, is_written=False),), eps=None,
+        (HEAD_SIZE, BIAS, nullable("clip_qkv", "clip_qkv", None)), eps=None,
     ),
     Class(
         "HeliumForCausalLM", ("helium",), (48000, 2560, 7040, 24, 20, 20, 4096),
         fields=(MLP_BIAS, head_size(128), bias("qkv")), eps=("rms_norm_eps", 1e-8),
         layers=Layers(rope=Rope(("rope_theta", 1e5))), is_interleaved=True,
+    ),
+    Class(
+        "ApertusForCausalLM", ("apertus",), (131072, 4096, 14336, 32, 32, 0, 65536), QK_HEAD | {"gated": False},
+        (HEAD_SIZE, BIAS), activation=activation("hidden_act", "xielu"), eps=("rms_norm_eps", 1e-5),
+        layers=Layers(
+            rope=Rope(
+                ("rope_theta", 1.2e7),
+                default_scaling={
+                    "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+                },
+            ),
+        ),
+        names={"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
     ),
 )
 # fmt: on

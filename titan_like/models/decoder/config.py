@@ -26,6 +26,7 @@ class LayerKind(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     window: int = Field(0, ge=0, le=2**27, description="keys that a query sees, its own included; 0: all before it")
+    chunk: int = Field(0, ge=0, le=2**27, description="positions of a sequence that see only each other; 0: no chunks")
     rope_theta: float = Field(ge=0, le=1e30, description="base of the rotary frequencies; 0: no rotation")
     rope_scaling: Scaling = Field(None, description="scaling of the rotary frequencies")
     mixer: str = Field("", description="attention, latent or a package's own; empty: latent if kv_lora_rank is set")
@@ -55,14 +56,19 @@ class DecoderConfig(WithHeadSize, WithExperts):
     layer_pattern: list[str] = Field([], description="kinds of the layers, repeated; empty: all are full")
     kinds: dict[str, LayerKind] = Field({}, description="by name; rope_theta and rope_scaling default to the model's")
     attention_bias: Literal["none", "qkv", "all"] = Field("none", description="which attention projections have biases")
-    qk_norm: Literal["none", "head", "all"] = Field(
-        "none", description="norm of queries and keys: of each head (Qwen3) or of all heads together (OLMo 2)"
+    qk_norm: Literal["none", "head", "heads", "all", "l2"] = Field(
+        "none",
+        description="norm of queries and keys: of each head (Qwen3), with a weight for each (Command R+), of all heads "
+        "together (OLMo 2), or without weights of each head that has been rotated (Llama 4)",
     )
+    clip_qkv: float = Field(0.0, ge=0, le=1e6, description="limit of queries, keys and values before the rotation")
     attention_scale: float = Field(0.0, ge=0, le=1e6, description="factor on the scores; 0: 1 / √head_size")
     query_temperature: float = Field(
         0.0, ge=0, le=1e6, description="queries are multiplied by 1 + this · log(1 + ⌊position / period⌋) (Ministral 3)"
     )
     query_temperature_period: int = Field(0, ge=0, le=2**27, description="the period; 0 without query_temperature")
+    query_temperature_offset: Literal[0, 1] = Field(0, description="number added to the position (Llama 4: 1)")
+    query_temperature_of: Literal["all", "unrotated"] = Field("all", description="layers that query_temperature is of")
     attention_softcap: float = Field(0.0, ge=0, le=1e6, description="scores become cap · tanh(score / cap); 0: none")
     attention_sinks: bool = Field(False, description="a learned logit for each head, as one more key in the softmax")
     norm_after_rope: bool = Field(False, description="qk_norm comes after the rotation, not before it (Hunyuan)")
@@ -133,12 +139,18 @@ class DecoderConfig(WithHeadSize, WithExperts):
             yield "activation clamped_swiglu needs a gated MLP; set gated to true"
         if self.qk_norm == "all" and self.norm != "rms":
             yield 'qk_norm "all" is an RMSNorm; set norm to rms, or qk_norm to "head" or "none"'
-        if self.norm_after_rope and self.qk_norm == "none":
-            yield 'norm_after_rope needs a norm of queries and keys; set qk_norm to "head" or "all"'
+        if self.qk_norm == "heads" and (self.norm_offset or self.norm == "layer_no_weight"):
+            yield 'qk_norm "heads" has plain weights; set norm_offset = false and another norm, or use "head"'
+        if self.norm_after_rope and self.qk_norm in ("none", "l2"):
+            yield f'norm_after_rope is not for qk_norm "{self.qk_norm}"; leave it out, or set "head", "heads" or "all"'
         if (self.query_temperature > 0) != (self.query_temperature_period > 0):
             yield "query_temperature and query_temperature_period go together; set both, or leave both at 0"
+        if not self.query_temperature and (self.query_temperature_offset or self.query_temperature_of != "all"):
+            yield "query_temperature_offset and query_temperature_of need query_temperature; leave them out, or set it"
         if self.norm_offset and self.norm == "layer_no_weight":
             yield "norm_offset is added to a weight, which norm layer_no_weight lacks; leave it out"
+        if pairs == 1 and any(kind.rope_scaling and kind.rope_scaling.type == "dynamic" for kind in self._kinds()):
+            yield f"dynamic scaling needs more than {self.rotary_size} rotated dimensions; rotate more"
         if lengths - {pairs}:
             needed = f"a factor for each of the {pairs} pairs of rotated dimensions"
             yield f"longrope needs {needed}; set as many short_factors and long_factors"
@@ -152,10 +164,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if not all(sizes.values()) or self.head_size != sizes["nope"] + sizes["rope"]:
             needed = f"nope_head_size, rope_head_size and value_head_size ({list(sizes.values())})"
             yield f"latent attention needs {needed}, and the first two make up head_size ({self.head_size}); set them"
-        if sizes["value"] > self.head_size:
-            yield f"value_head_size {sizes['value']} is more than head_size {self.head_size}; choose less"
         fixed = {"num_kv_heads": self.num_attention_heads, "qk_norm": "none", "rotary_fraction": 1.0}
-        fixed |= {"query_temperature": 0.0}
+        fixed |= {"query_temperature": 0.0, "clip_qkv": 0.0}
         for name in (name for name, value in fixed.items() if getattr(self, name) != value):
             yield f"latent attention has no {name} {getattr(self, name)}; leave it at {fixed[name]}"
         if self.attention_bias == "qkv":
@@ -181,8 +191,10 @@ class DecoderConfig(WithHeadSize, WithExperts):
             if kind.mixer not in ("", self.softmax_mixer):
                 if kind.mixer in ("attention", "latent"):
                     yield f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}'
-                if kind.window:
-                    yield f"kinds.{name}.window {kind.window} is one of attention; leave it out"
+                for field in (field for field in ("window", "chunk") if getattr(kind, field)):
+                    yield f"kinds.{name}.{field} {getattr(kind, field)} is one of attention; leave it out"
+            if kind.window and kind.chunk:
+                yield f"kinds.{name} has a window of {kind.window} and chunks of {kind.chunk}; leave one of them out"
             try:
                 self.mixer_of(name) if kind.mixer or kind.options else None
             except ValidationError as error:
@@ -259,8 +271,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
     @property
     def owner_of_kv_heads(self) -> str:
         """As in the base class: a norm over all heads, or a mixer that does not say otherwise."""
-        if self.qk_norm == "all":
-            return 'qk_norm "all"'
+        if self.qk_norm in ("heads", "all"):
+            return f'qk_norm "{self.qk_norm}"'
         kinds = (name for name in self.kind_names if not self.mixer_of(name).shares_kv_heads)
         return next((f"the mixer of kinds.{name}" for name in kinds), "")
 
@@ -351,7 +363,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
                 fields[name] = [factors[pair * len(factors) // pairs] for pair in range(pairs if factors else 0)]
             return fields | {"original_max_seq_len": seq_len // 2}
 
-        windows = sorted({kind.window for kind in self.kinds.values()} - {0})
+        windows = sorted({kind.window or kind.chunk for kind in self.kinds.values()} - {0})
         sizes = {0: 0} | {window: seq_len // 3 + number for number, window in enumerate(windows)}
         latent: dict[str, Any] = {}
         if self.kv_lora_rank:
@@ -360,7 +372,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
             head, rotary = 48, 16
         kinds = {
             name: kind.model_dump()
-            | {"window": sizes[kind.window], "rope_scaling": small(kind.rope_scaling)}
+            | {"window": sizes[kind.window], "chunk": sizes[kind.chunk], "rope_scaling": small(kind.rope_scaling)}
             | {"options": kind.options | (self.mixer_of(name).shrunk(seq_len) if kind.mixer else {})}
             for name, kind in self.kinds.items()
         }
@@ -376,6 +388,9 @@ class DecoderConfig(WithHeadSize, WithExperts):
             **latent,
         }
 
+    def _kinds(self) -> list[LayerKind]:
+        return [self.kind(name) for name in self.kind_names]
+
     def _factors(self) -> list[list[float]]:
-        scalings = [kind.rope_scaling for kind in (self.kind(name) for name in self.kind_names)]
+        scalings = [kind.rope_scaling for kind in self._kinds()]
         return [factors for item in scalings if item is not None for factors in (item.short_factors, item.long_factors)]

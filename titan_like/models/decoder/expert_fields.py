@@ -154,6 +154,22 @@ def _types_of(config: DecoderConfig) -> Values:
 BY_TYPE = DenseLayers(_numbers_by_type, _types_of)
 
 
+def _numbers_by_list(fields: Fields, count: int) -> list[int]:
+    step, sparse = fields.integer("interleave_moe_layer_step", 1), fields.get("moe_layers")
+    sparse = list(range(step - 1, count, step)) if sparse is None else sparse
+    if not isinstance(sparse, list) or any(type(number) is not int for number in sparse):
+        fields.refuse("moe_layers", "which must be a list of layers' numbers")
+    return [number for number in range(count) if number not in sparse]
+
+
+def _list_of(config: DecoderConfig) -> Values:
+    return {"moe_layers": [number for number in range(config.num_layers) if number not in config.dense_layers]}
+
+
+# Llama 4's: the layers with experts, by default every n-th.
+BY_LIST = DenseLayers(_numbers_by_list, _list_of)
+
+
 def auxiliary_loss(default: float = 0.001, dense: DenseLayers | None = None) -> Field:
     """The load balancing loss.
 

@@ -1,5 +1,6 @@
 """Fields of config.json that only decoders have."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,9 +11,11 @@ from titan_like.models.hugging_face import Fields
 
 _ACTIVATIONS = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
 _ACTIVATIONS |= dict.fromkeys(("silu", "swish"), "silu") | dict.fromkeys(("gelu", "gelu_python"), "gelu")
-_ACTIVATIONS |= {"relu": "relu", "relu2": "relu2"}
+_ACTIVATIONS |= {"relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 _SLIDING, _UNROTATED = "sliding", "unrotated"
 _SWITCHED, _TYPED = ("switched", "alternating", "switched all"), ("switched", "alternating", "last")
+_CHUNKED = "chunked_attention"
+_WITHOUT_POSITIONS = {"rope_theta": 0.0, "rope_scaling": None}
 _LAYER_TYPES = {"full_attention": FULL, "sliding_attention": _SLIDING}
 
 
@@ -117,14 +120,9 @@ class Layers:
             layers = [_UNROTATED if name == FULL else name for name in layers]
         full, sliding, of_model = self.rope.read(fields, shape)
         model = full | of_model
-        if set(layers) == {FULL}:
-            return model
-        unrotated = {"rope_theta": 0.0, "rope_scaling": None}
-        every = {FULL: full, _SLIDING: sliding | {"window": window}, _UNROTATED: unrotated}
-        length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
-        kinds = {name: every[name] for name in dict.fromkeys(layers)}
-        # Kinds without scaling would inherit the model's.
-        return model | {"rope_scaling": None, "layer_pattern": layers[:length], "kinds": kinds}
+        return model | _kinds_of(
+            layers, {FULL: full, _SLIDING: sliding | {"window": window}, _UNROTATED: _WITHOUT_POSITIONS}
+        )
 
     def write(self, config: DecoderConfig) -> Values:
         """The fields of the pattern and of the rotary positions."""
@@ -177,9 +175,73 @@ class Layers:
         if _SLIDING in layers and window is None:
             fields.refuse("sliding_window", "but some layers have a window; say how many tokens they see")
         if self.pattern == "unrotated":
-            interval = fields.integer("no_rope_layer_interval", 4)
-            rotated = fields.get("no_rope_layers") or [int((i + 1) % interval > 0) for i in range(count)]
-            if not isinstance(rotated, list) or len(rotated) < count or any(value not in (0, 1) for value in rotated):
-                fields.refuse("no_rope_layers", f"which must be 1 or 0 for each of the {count} layers")
-            layers = [FULL if is_rotated else _UNROTATED for is_rotated in rotated[:count]]
+            layers = [FULL if is_rotated else _UNROTATED for is_rotated in _read_rotated(fields, count)]
         return layers, window
+
+
+def _read_rotated(fields: Fields, count: int) -> list[int]:
+    """Whether each layer rotates, 1 or 0."""
+    interval = fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.get("no_rope_layers") or [int((i + 1) % interval > 0) for i in range(count)]
+    if not isinstance(rotated, list) or len(rotated) < count or any(value not in (0, 1) for value in rotated):
+        fields.refuse("no_rope_layers", f"which must be 1 or 0 for each of the {count} layers")
+    return rotated[:count]
+
+
+def _kinds_of(layers: list[str], every: Mapping[str, Values]) -> Values:
+    """The pattern of the layers' kinds, of which ``every`` has the fields; nothing if all are full."""
+    if set(layers) == {FULL}:
+        return {}
+    count = len(layers)
+    length = next(n for n in range(1, count + 1) if all(layers[i] == layers[i % n] for i in range(count)))
+    kinds = {name: every[name] for name in dict.fromkeys(layers)}
+    # Kinds without scaling would inherit the model's.
+    return {"rope_scaling": None, "layer_pattern": layers[:length], "kinds": kinds}
+
+
+@dataclass(frozen=True)
+class ChunkedLayers(Layers):
+    """Llama 4's layers: every n-th does not rotate, and by default sees all keys, the others those of its chunk."""
+
+    def read(self, fields: Fields, shape: Values) -> Values:
+        """As in the base class."""
+        count = shape["num_layers"]
+        rotated, types = _read_rotated(fields, count), fields.get("layer_types")
+        types = types or [("full_attention", _CHUNKED)[is_rotated] for is_rotated in rotated]
+        if not isinstance(types, list) or len(types) != count or not {*types} <= {"full_attention", _CHUNKED}:
+            fields.refuse("layer_types", f"which must say full_attention or {_CHUNKED} of each of the {count} layers")
+        chunk = {"chunk": fields.integer("attention_chunk_size", 8192)}
+        full, _, of_model = self.rope.read(fields, shape)
+        every = {FULL: full, "chunked": full | chunk, _UNROTATED: _WITHOUT_POSITIONS}
+        every |= {"unrotated_chunked": _WITHOUT_POSITIONS | chunk}
+        of_layers = [(name == _CHUNKED) + 2 * (not turns) for name, turns in zip(types, rotated, strict=True)]
+        return full | of_model | _kinds_of([list(every)[number] for number in of_layers], every)
+
+    def write(self, config: DecoderConfig) -> Values:
+        """As in the base class."""
+        layers = [config.kind(config.kind_of(i)) for i in range(config.num_layers)]
+        full = next((kind for kind in layers if kind.rope_theta), LayerKind(rope_theta=config.rope_theta))
+        return {
+            "no_rope_layers": [int(kind.rope_theta > 0) for kind in layers],
+            "layer_types": [_CHUNKED if kind.chunk else "full_attention" for kind in layers],
+            "attention_chunk_size": next((kind.chunk for kind in layers if kind.chunk), 8192),
+        } | self.rope.write(config, full, full)
+
+
+def _read_temperature(fields: Fields, shape: Values) -> Values:
+    factor, period = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)
+    if not fields.flag("attn_temperature_tuning", True) or not factor:
+        return {}
+    temperature = {"query_temperature": factor, "query_temperature_period": period}
+    return temperature | {"query_temperature_of": "unrotated", "query_temperature_offset": 1}
+
+
+def _write_temperature(config: DecoderConfig) -> Values:
+    if not config.query_temperature:
+        return {"attn_temperature_tuning": False}
+    scales = {"attn_scale": config.query_temperature, "floor_scale": config.query_temperature_period}
+    return {"attn_temperature_tuning": True} | scales
+
+
+TEMPERATURE = Field(_read_temperature, _write_temperature)
+"""Llama 4's query temperature."""

@@ -20,6 +20,7 @@ from titan_like.models.hugging_face import Fields, RefusedError, Stored, validat
 
 __all__ = ["ARCHITECTURES", "class_of", "from_fields", "stored_parameters"]
 
+_OF_IMAGES = re.compile(r"vision_|image_|video_|.*_token_id$")  # fields of config.json
 _ELSEWHERE = ("llama", "mixtral", "qwen3_moe", "olmoe")  # families of these names have them
 ARCHITECTURES = {kind: row.name for row in CLASSES for kind in row.model_types if kind not in _ELSEWHERE}
 # Fields without meaning for the shape.
@@ -48,11 +49,18 @@ def from_fields(fields: Fields, kind: type[DecoderConfig] = DecoderConfig) -> De
     """The shape that config.json describes. A `RefusedError` names a feature that this family lacks, or a bad field."""
     rows = [row for row in CLASSES if fields.get("model_type") in row.model_types]
     row = rows[0]
-    if (text := fields.table("text_config")) is not None:
+    text = fields.table("text_config")
+    if text is None and row.outer and fields.get("vision_config") is not None:  # as older versions saved both
+        text = Fields({name: value for name, value in fields.values.items() if not _OF_IMAGES.match(name)})
+    if text is not None:
         row = next((one for one in rows if one.model_types[0] == text.get("model_type")), row)
         text.must_be("quantization_config", None)
         tied, notes = fields.get("tie_word_embeddings"), fields.notes  # of the outer model
-        values = text.values | ({} if tied is None else {"tie_word_embeddings": tied})
+        values = {**row.outer_defaults, **text.values} | ({} if tied is None else {"tie_word_embeddings": tied})
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(table := values.get(name), dict):  # all axes of a text's positions are equal
+                table = {key: "default" if value == "mrope" else value for key, value in table.items()}
+                values[name] = {key: value for key, value in table.items() if not key.startswith("mrope_")}
         if values.pop("final_logit_softcapping", None) is not None:
             notes.append(f"{text.shown('final_logit_softcapping')} (the class with images does not read it)")
         fields = Fields(values, "text_config.")
@@ -136,7 +144,8 @@ class ClassOf:
         self.PREFIX = names["layers"].partition(".")[0] + "."
         self.HEAD = names["output"] + "."
         self.RENAMED = row.renamed
-        self.IGNORED = ("model.vision_tower.", "model.multi_modal_projector.") if row.outer else row.others
+        parts = ("vision_tower", "vision_model", "visual", "multi_modal_projector") if row.outer else ()
+        self.IGNORED = (*(f"model.{part}." for part in parts), *row.others)
 
     def to_fields(self, config: DecoderConfig) -> dict[str, Any]:
         """The shape as fields of config.json, under names that every version of transformers knows."""

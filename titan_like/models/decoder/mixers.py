@@ -19,7 +19,7 @@ from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionCore, Se
 from titan_like.models.layers.delta_net import DELTA_PLAN, DeltaCore, GatedDeltaNet
 from titan_like.models.layers.delta_rule import CHUNK
 from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, latent_scale
-from titan_like.models.layers.norms import make_norm
+from titan_like.models.layers.norms import NormOfHeads, make_norm
 from titan_like.models.layers.state_space import Mamba2, StateSpaceCore, mamba_plan
 
 
@@ -91,7 +91,7 @@ def build_mixer(config: DecoderConfig, kind: str) -> nn.Module:
 
 def _core(config: DecoderConfig, kind: LayerKind, scale: float | None) -> AttentionCore:
     num_sinks = config.num_attention_heads if config.attention_sinks else 0
-    return AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks)
+    return AttentionCore(0.0, True, scale, config.attention_softcap, kind.window, num_sinks, kind.chunk)
 
 
 class SoftmaxMixer(Mixer):
@@ -104,21 +104,29 @@ class SoftmaxMixer(Mixer):
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> SelfAttention:
         """As in the base class."""
+        norm: Any = partial(make_norm, kind=config.norm, offset=config.norm_offset)
+        qk_norm, is_l2 = config.qk_norm, config.qk_norm == "l2"
+        if qk_norm == "l2":
+            norm, qk_norm = partial(nn.RMSNorm, elementwise_affine=False), "head" if kind.rope_theta else "none"
+        elif qk_norm == "heads":
+            norm = partial(NormOfHeads, config.head_dim, config.norm != "rms")
         return SelfAttention(
             config,
             _core(config, kind, config.attention_scale or None),
             bias=config.attention_bias != "none",
             proj_bias=config.attention_bias == "all",
-            qk_norm=config.qk_norm,
-            norm_after_rope=config.norm_after_rope,
-            norm=partial(make_norm, kind=config.norm, offset=config.norm_offset),
+            qk_norm=qk_norm,
+            norm_after_rope=config.norm_after_rope or is_l2,
+            norm=norm,
             has_gate=self.gate,
+            clip=config.clip_qkv,
         )
 
     def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
         """As in the base class."""
-        norms = {"none": [], "head": ["head_norm"], "all": ["split_norm"]}[config.qk_norm]
-        return ATTENTION_PLAN | {f"{part}_norm": style for style in norms for part in "qk"}
+        styles = {"head": "head_norm", "heads": "norm_of_heads", "all": "split_norm"}  # others have no weights
+        norms = {f"{part}_norm": styles[config.qk_norm] for part in "qk" if config.qk_norm in styles}
+        return ATTENTION_PLAN | norms
 
 
 class LatentMixer(Mixer):

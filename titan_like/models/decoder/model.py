@@ -156,13 +156,15 @@ class Decoder(Transformer):
         """As in the base class, with the rotary tables of each layer's kind."""
         tables, contexts = self.rotary_tables(batch), super().contexts(batch)
         tables_of = {name: tables[self.kinds_of_layers[name]] for name in self.layers}
-        scale = self.query_scale(batch)
-        return {name: contexts[name]._replace(rope=tables_of[name], query_scale=scale) for name in self.layers}
+        scale, of_all = self.query_scale(batch), self.config.query_temperature_of == "all"
+        scales = {name: scale if of_all or tables_of[name] is None else None for name in self.layers}
+        return {name: contexts[name]._replace(rope=tables_of[name], query_scale=scales[name]) for name in self.layers}
 
     def query_scale(self, batch: Batch) -> torch.Tensor | None:
         """What the queries of each position are multiplied by, [*positions.shape]; None: nothing."""
         factor, period = self.config.query_temperature, self.config.query_temperature_period
-        return query_temperature(cast(torch.Tensor, batch.positions), factor, period) if factor else None
+        positions, offset = cast(torch.Tensor, batch.positions), self.config.query_temperature_offset
+        return query_temperature(positions, factor, period, offset) if factor else None
 
     def rotary_tables(self, batch: Batch) -> dict[str, Rope | None]:
         """(cos, sin) of each kind of layer, each [*positions.shape, rotated / 2]; None for a kind without rotation.
@@ -179,7 +181,7 @@ class Decoder(Transformer):
             if kind.rope_theta:
                 rope = self.config.rotary_size, kind.rope_theta, kind.rope_scaling
                 frequencies = rope_frequencies(*rope, positions.device, length)
-                tables[name] = rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling))
+                tables[name] = rope_cos_sin(positions, frequencies, rope_magnitude(kind.rope_scaling, length))
         return tables
 
     def run_layer(self, layer: nn.Module, x: torch.Tensor, context: Context, batch: Batch) -> torch.Tensor:

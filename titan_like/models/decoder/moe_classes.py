@@ -1,8 +1,17 @@
 """Decoder classes of transformers with experts, a row for each; see `titan_like.models.decoder.classes`."""
 
-from titan_like.models.decoder.class_row import BIAS, GRANITE_SCALES, HEAD_SIZE, QK_ALL, QK_HEAD, Class
+from titan_like.models.decoder.class_row import (
+    BIAS,
+    GRANITE_SCALES,
+    HEAD_SIZE,
+    IN_LANGUAGE_MODEL,
+    QK_ALL,
+    QK_HEAD,
+    Class,
+)
 from titan_like.models.decoder.expert_fields import (
     BY_INTERVAL,
+    BY_LIST,
     BY_STEP,
     BY_TYPE,
     GROUP_LIMIT,
@@ -12,7 +21,7 @@ from titan_like.models.decoder.expert_fields import (
     of_each_layer,
     shared_width,
 )
-from titan_like.models.decoder.fields import Layers, bias, head_size, latent_kv_heads
+from titan_like.models.decoder.fields import TEMPERATURE, ChunkedLayers, Layers, bias, head_size, latent_kv_heads
 from titan_like.models.decoder.rope import Rope
 from titan_like.models.fields import Field, choice, count, fixed, nullable, renamed
 
@@ -73,9 +82,9 @@ MOE_CLASSES = (
         "OlmoeForCausalLM", ("olmoe",), (50304, 2048, 2048, 16, 16, 0, 4096), QK_ALL,
         (
             head_size(None), BIAS, *experts("num_experts", 64, 8, "intermediate_size", 2048),
-            auxiliary_loss(0.01), _NO_RENORMALIZE,
+            auxiliary_loss(0.01), _NO_RENORMALIZE, nullable("clip_qkv", "clip_qkv", None),
         ),
-        fixed=(fixed("clip_qkv", None, is_written=False),), eps=("rms_norm_eps", 1e-5),
+        eps=("rms_norm_eps", 1e-5),
     ),
     Class(
         "FlexOlmoForCausalLM", ("flex_olmo",), (100352, 4096, 11008, 32, 32, 0, 4096), QK_ALL | {"block": "post"},
@@ -104,7 +113,7 @@ MOE_CLASSES = (
         (HEAD_SIZE, BIAS, *experts("num_local_experts", 16, 2, "intermediate_size", 6400), auxiliary_loss(), MARGIN,
          renamed("output_bias", "lm_head_bias", False)),
         fixed=(fixed("num_experts_per_tok", 2),), eps=("rms_norm_eps", 1e-5),
-        layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_scaling=False)), names=_MIXTRAL_NAMES,
+        layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_mscales=True)), names=_MIXTRAL_NAMES,
     ),
     Class(
         "HunYuanMoEV1ForCausalLM", ("hunyuan_v1_moe",), (290943, 4096, 11008, 32, 32, 0, 2048),
@@ -147,10 +156,31 @@ MOE_CLASSES = (
                 },
             ),
         ),
-        has_experts_in_turn=True,
+        transposed_experts="in turn",
         names={
             "mlp.router": "mlp.router", "mlp.experts.gate": "mlp.experts.gate_up_proj",
             "mlp.experts.up": "mlp.experts.gate_up_proj", "mlp.experts.down": "mlp.experts.down_proj",
+        },
+    ),
+    Class(
+        "Llama4ForCausalLM", ("llama4_text", "llama4"), (202048, 5120, 16384, 48, 40, 8, 131072),
+        {
+            "router_score": "sigmoid", "renormalize": False, "balance": "none", "scale_expert_inputs": True,
+            "num_shared_experts": 1,
+        },
+        (
+            head_size(128), BIAS, renamed("ffn_hidden_size", "intermediate_size_mlp", 16384), TEMPERATURE,
+            *experts("num_local_experts", 16, 1, "intermediate_size", 8192),
+            choice("qk_norm", "use_qk_norm", True, {True: "l2", False: "none"}),
+        ),
+        eps=("rms_norm_eps", 1e-5), layers=ChunkedLayers(rope=Rope(("rope_theta", 500_000.0))), dense=BY_LIST,
+        is_interleaved=True, transposed_experts="in halves", outer="Llama4ForConditionalGeneration",
+        renamed=IN_LANGUAGE_MODEL,
+        names={
+            **{f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **{f"mlp.shared.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+            "mlp.router": "feed_forward.router", "mlp.experts.gate": "feed_forward.experts.gate_up_proj",
+            "mlp.experts.up": "feed_forward.experts.gate_up_proj", "mlp.experts.down": "feed_forward.experts.down_proj",
         },
     ),
     Class(

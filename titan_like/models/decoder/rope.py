@@ -24,6 +24,7 @@ def _numbers(table: Fields, field: str) -> list[float]:
 _ATTENTION_FACTOR = nullable("attention_factor", "attention_factor", None)
 _SCALINGS: dict[str, tuple[Field, ...]] = {  # what each type has besides factor and original length
     "linear": (),
+    "dynamic": (),
     "llama3": tuple(renamed(name, name, float) for name in ("low_freq_factor", "high_freq_factor")),
     "yarn": (
         renamed("beta_fast", "beta_fast", 32.0),
@@ -38,6 +39,7 @@ _SCALINGS: dict[str, tuple[Field, ...]] = {  # what each type has besides factor
         *(converted(f"{part}_factors", (f"{part}_factor",), _numbers) for part in ("short", "long")),
     ),
 }
+_MSCALES = tuple(renamed(f"{part}_magnitude", f"{part}_mscale", float) for part in ("short", "long"))
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Rope:
     # A field with that part's width, whose absence is the default above, and the width of a head if that is absent.
     rotated: tuple[str, int] | None = None
     default_scaling: Mapping[str, Any] | None = None
-    has_scaling: bool = True
+    has_mscales: bool = False  # scaling is longrope, with a factor on cos and sin for short and one for long sequences
     has_temperature: bool = False  # the table has the factor of query_temperature; its period is the original length
     has_alpha: bool = False  # dynamic scaling with a fixed factor alpha of the base
     is_longrope: bool = False  # scaling is longrope under any name, and its original length is outside of the table
@@ -140,7 +142,7 @@ class Rope:
     def _read_scaling(self, fields: Fields, table: Fields, max_seq_len: int) -> dict[str, Any] | None:
         kind = "rope_type" if "rope_type" in table.values else "type"
         scalings = ("longrope", "su", "yarn") if self.is_longrope else tuple(_SCALINGS)
-        table.must_be(kind, "default", *(scalings if self.has_scaling else ()))
+        table.must_be(kind, "default", *(scalings[-1:] if self.has_mscales else scalings))
         table.get("type")
         name = table.get(kind, "default")
         if name == "default":
@@ -148,13 +150,16 @@ class Rope:
         name = "longrope" if self.is_longrope else name
         if name == "linear":
             return {"type": name, "factor": table.number("factor")}
+        if name == "dynamic":
+            return {"type": name, "factor": table.number("factor"), "original_max_seq_len": max_seq_len}
         original = table.integer(_ORIGINAL, max_seq_len)
         # transformers prefers a length outside to the table's.
         if self.is_longrope or (self.local_theta is None and _ORIGINAL in fields.values):
             original = fields.integer(_ORIGINAL, 4096)
         values: dict[str, Any] = {"type": name, "original_max_seq_len": original}
         values["factor"] = table.number("factor", None if name == "llama3" else max_seq_len / original)
-        return read_fields(RopeScaling, _SCALINGS[name], table, values)
+        items = (*_SCALINGS[name], *(_MSCALES if self.has_mscales else ()))
+        return read_fields(RopeScaling, items, table, values)
 
 
 def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -162,6 +167,7 @@ def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     # Defaults are left out, except truncate's.
     defaults = {name: field.default for name, field in RopeScaling.model_fields.items() if name != "truncate"}
-    items = [item for item in _SCALINGS[scaling.type] if getattr(scaling, item.ours) != defaults.get(item.ours)]
+    items = [*_SCALINGS[scaling.type], *_MSCALES]
+    items = [item for item in items if getattr(scaling, item.ours) != defaults.get(item.ours)]
     table = {"factor": scaling.factor} | write_fields(scaling, items) | {"rope_type": scaling.type}
-    return table | ({} if scaling.type == "linear" else {_ORIGINAL: scaling.original_max_seq_len})
+    return table | ({} if scaling.type in ("linear", "dynamic") else {_ORIGINAL: scaling.original_max_seq_len})

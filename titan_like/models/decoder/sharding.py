@@ -59,6 +59,8 @@ def _plan(config: DecoderConfig) -> dict[str, Any]:
         plan |= {prefix + name.removeprefix(_MLP): style for name, style in _DENSE.items()}
         if not config.gated:
             del plan[f"{prefix}.gate"]
+        if config.activation == "xielu":
+            plan[f"{prefix}.activation"] = "shared_channels"
     for only, lacking in (("mixer", _MLP), ("mlp", "layers.*.attention")):
         if set(parts.values()) == {only}:
             plan = {name: style for name, style in plan.items() if not name.startswith(lacking)}

@@ -118,10 +118,17 @@ def _attention(
     if config.attention_sinks:
         name = "attention.core.sinks"
         yield whole(ours + name, theirs[name], (config.num_attention_heads,))
-    norms = {"head": (head,) * 2, "all": (width, config.num_kv_heads * head)}.get(config.qk_norm, ())
+    norms = {"head": (head,) * 2}.get(config.qk_norm, (width, config.num_kv_heads * head))
     for name, size in zip(("attention.q_norm", "attention.k_norm"), norms, strict=False):
-        if config.norm != "layer_no_weight":
-            yield from linear(ours + name, theirs[name], (size,), config.norm == "layer", pairs=pairs)
+        source = theirs[name]
+        if config.qk_norm == "heads" and "{}" in source:
+            of_heads = {f"{source.format(number)}.weight": (head,) for number in range(size // head)}
+            yield Stored(f"{ours}{name}.weight", (size,), of_heads, pairs=pairs)
+        elif config.qk_norm == "heads":
+            of_all = {f"{source}.weight": (size // head, head)}
+            yield Stored(f"{ours}{name}.weight", (size,), of_all, is_stacked=True, pairs=pairs)
+        elif config.qk_norm in ("head", "all") and config.norm != "layer_no_weight":
+            yield from linear(ours + name, source, (size,), config.norm == "layer", pairs=pairs)
 
 
 def _latents(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
@@ -155,6 +162,11 @@ def _mlp(config: DecoderConfig, ours: str, name: str, theirs: dict[str, str], ff
                 yield Stored(label, size, {f"{source}.{part}": (2 * ffn, *size[1:])}, taken=taken)
             else:
                 yield whole(label, f"{source}.{part}", size)
+    if config.activation == "xielu":
+        for number in ("alpha_p", "alpha_n", "beta", "eps"):
+            is_buffer = number in ("beta", "eps")
+            sources: dict[str, tuple[int, ...]] = {f"{theirs['mlp.activation']}.{number}": () if is_buffer else (1,)}
+            yield Stored(f"{ours}.activation.{number}", (1,), sources, is_buffer=is_buffer)
 
 
 def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
@@ -176,8 +188,9 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
             if "{}" in source:
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(tensors, size))
-            elif row.has_experts_in_turn:  # gate and up in turn, each matrix transposed
-                taken, times = {"gate": ((0, None, 2), 2), "up": ((1, None, 2), 2), "down": ((), 1)}[name]
+            elif row.transposed_experts:
+                halves = [(0, None, 2), (1, None, 2)] if row.transposed_experts == "in turn" else [(ffn,), (ffn, None)]
+                taken, times = {"gate": (halves[0], 2), "up": (halves[1], 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
             else:  # gate above up

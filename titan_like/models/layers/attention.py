@@ -13,7 +13,6 @@ from titan_like.models.batch import Context
 from titan_like.models.config import TransformerConfig
 from titan_like.models.layers.interval_attention import Scores, interval_attention
 from titan_like.models.layers.key_ranges import KeyRanges, block_mask
-from titan_like.models.layers.norms import Norm
 from titan_like.models.layers.positions import apply_rope
 
 _PLAIN = Context()
@@ -34,20 +33,24 @@ class AttentionCore(nn.Module):
         softcap: float = 0.0,
         window: int = 0,
         num_sinks: int = 0,
+        chunk: int = 0,
     ) -> None:
         """``scale`` multiplies the scores; None is 1/√head_dim. Then scores s become softcap · tanh(s / softcap).
 
-        A query sees at most the ``window`` keys that end with its own. ``num_sinks`` heads, 0 or all, have one more
-        logit each, a parameter, that has no value (arXiv 2309.17453, section 3.2). Raises a `ValueError` if no kernel
-        computes the combination.
+        A query sees at most the ``window`` keys that end with its own, or those from where its ``chunk`` begins:
+        positions of the sequence in which samples are packed, not of a document. ``num_sinks`` heads, 0 or all, have
+        one more logit each, a parameter, that has no value (arXiv 2309.17453, section 3.2). Raises a `ValueError` if no
+        kernel computes the combination.
         """
         super().__init__()
         if dropout and (softcap or num_sinks):
             raise ValueError("attention with a soft cap or sinks drops no probabilities; set dropout to 0")
-        if window and not is_causal:
-            raise ValueError("only causal attention has a window; set it to 0")
-        self.dropout, self.is_causal, self.scale, self.softcap, self.window = dropout, is_causal, scale, softcap, window
-        self.is_plain = not (window or softcap or num_sinks)
+        if (window or chunk) and not is_causal:
+            raise ValueError("only causal attention has a window or chunks; set both to 0")
+        self.dropout, self.is_causal, self.scale, self.softcap = dropout, is_causal, scale, softcap
+        self.window = window or chunk  # most keys that a query sees
+        self.has_chunks = chunk > 0
+        self.is_plain = not (self.window or softcap or num_sinks)
         self.register_parameter("sinks", nn.Parameter(torch.empty(num_sinks)) if num_sinks else None)
 
     def forward(
@@ -62,8 +65,8 @@ class AttentionCore(nn.Module):
 
         ``document_mask`` says which keys each query sees. ``bias``, [1, heads, seq, keys], is added to the scores, and
         hides a key where it is -inf. Without either, attention is causal, or sees all keys. Heads of v, and of the
-        result, may be narrower; they are padded with zeros, because flash attention takes one width for all. Raises a
-        `ValueError` if both are given, or a bias with a window, a soft cap or sinks.
+        result, may be narrower or, with a ``scale``, wider; the others are padded with zeros, because flash attention
+        takes one width for all. Raises a `ValueError` if both are given, or a bias with a window, a soft cap or sinks.
         """
         needs_ranges = not self.is_plain and self.needs_ranges
         if bias is not None and (document_mask is not None or needs_ranges):
@@ -73,6 +76,8 @@ class AttentionCore(nn.Module):
         width, padding = v.shape[3], k.shape[3] - v.shape[3]
         if padding > 0:
             return self.attend(q, k, F.pad(v, (0, padding)), document_mask, bias)[..., :width]
+        if padding < 0:
+            q, k = (F.pad(x, (0, -padding)) for x in (q, k))
         return self.attend(q, k, v, document_mask, bias)
 
     @property
@@ -83,7 +88,7 @@ class AttentionCore(nn.Module):
     @property
     def mask_settings(self) -> tuple[bool | int, ...]:
         """All of a core's settings that `key_ranges` reads: cores that agree in them may share its result."""
-        return self.window, self.is_causal, self._has_kernel, self.takes_blocks
+        return self.window, self.has_chunks, self.is_causal, self._has_kernel, self.takes_blocks
 
     @property
     def _has_kernel(self) -> bool:
@@ -109,7 +114,8 @@ class AttentionCore(nn.Module):
         if document_mask is None:
             end = order + 1 if self.is_causal else torch.full_like(order, num_keys)
             document_mask = KeyRanges(torch.zeros_like(order).expand(batch, -1), end.expand(batch, -1))
-        first = torch.maximum(document_mask.first, order - window + 1) if window else document_mask.first
+        earliest = order - order % window if window and self.has_chunks else order - window + 1
+        first = torch.maximum(document_mask.first, earliest) if window else document_mask.first
         blocks = block_mask(first, document_mask.end, num_keys) if first.is_cuda and self.takes_blocks else None
         return KeyRanges(first, document_mask.end, blocks, window)
 
@@ -218,24 +224,28 @@ class SelfAttention(nn.Module):
         *,
         bias: bool,
         proj_bias: bool | None = None,
-        qk_norm: Literal["none", "head", "all"] = "none",
+        qk_norm: Literal["none", "head", "heads", "all"] = "none",
         norm_after_rope: bool = False,
-        norm: Callable[[int, float], Norm] = nn.RMSNorm,
+        norm: Callable[[int, float], nn.Module] = nn.RMSNorm,
         has_gate: bool = False,
+        clip: float = 0.0,
     ) -> None:
         """``shape`` has the sizes of the projections, and the epsilon of norms.
 
         ``bias``: of the projections; ``proj_bias``: of the output projection, if it differs. ``qk_norm``
-        normalises queries and keys before the rotation, or after it: each head by itself, as in Qwen3, or all of a
-        token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and epsilon.
+        normalises queries and keys before the rotation, or after it: each head by itself, as in Qwen3, with weights for
+        all heads, or all of a token's together, as in OLMoE (arXiv 2409.02060). ``norm`` makes a norm of a width and
+        epsilon. Before the rotation queries, keys and values are limited to ± ``clip``, unless it is 0.
         """
         super().__init__()
         heads, kv_heads = shape.num_attention_heads, shape.num_kv_heads
         self.head_dim = shape.head_dim
-        self.is_norm_of_heads, self.norm_after_rope = qk_norm == "head", norm_after_rope
-        self.q_norm = self.k_norm = None
+        self.is_norm_of_heads, self.norm_after_rope = qk_norm in ("head", "heads"), norm_after_rope
+        self.clip = clip
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if qk_norm != "none":
-            q_heads, k_heads = (1, 1) if self.is_norm_of_heads else (heads, kv_heads)  # that are normalised together
+            q_heads, k_heads = (1, 1) if qk_norm == "head" else (heads, kv_heads)  # whose weights differ
             self.q_norm = norm(q_heads * self.head_dim, shape.norm_eps)
             self.k_norm = norm(k_heads * self.head_dim, shape.norm_eps)
         self.has_gate = has_gate
@@ -258,6 +268,8 @@ class SelfAttention(nn.Module):
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if not self.norm_after_rope:
             q, k = self.normalise(q, k)
+        if self.clip:
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
         if context.rope is not None:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         if self.norm_after_rope:

@@ -307,6 +307,7 @@ class SparseMLP(nn.Module):
     def __init__(self, config: WithExperts, router: Router | None = None) -> None:
         super().__init__()
         self.router = router or Router(config)
+        self.scales_inputs = config.scale_expert_inputs
         self.experts = Experts(config)
         shared = config.shared_width
         self.shared = GatedMLP(config.hidden_size, shared, config.activation) if shared else None
@@ -317,9 +318,12 @@ class SparseMLP(nn.Module):
         tokens = x.flatten(0, 1)
         weights, order, offsets = self.router(tokens, padding_mask)
         inverse = inverse_of(order)
-        rows = self.experts(_ByExpert.apply(tokens, order, inverse), offsets)
-        chosen = permuted(rows, inverse, order).view(*weights.shape, -1)  # [n, k, hidden]
-        result = (chosen * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
+        rows = _ByExpert.apply(tokens, order, inverse)
+        if self.scales_inputs:
+            rows = (rows * permuted(weights.flatten(), order, inverse)[:, None]).to(x.dtype)
+        chosen = permuted(self.experts(rows, offsets), inverse, order).view(*weights.shape, -1)  # [n, k, hidden]
+        chosen = chosen if self.scales_inputs else chosen * weights[..., None]
+        result = chosen.sum(1).to(x.dtype).view(x.shape)
         if self.shared is None:
             return result
         if self.shared_gate is None:

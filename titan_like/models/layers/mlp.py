@@ -1,6 +1,9 @@
 """The feed-forward networks of transformer layers."""
 
+import math
 from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,13 +55,47 @@ GATED_ACTIVATIONS: dict[str, _OfTwo] = {name: _times_up(function) for name, func
 GATED_ACTIVATIONS["clamped_swiglu"] = clamped_swiglu
 
 
+class XIELU(nn.Module):
+    """xIELU (arXiv 2411.13010), elementwise: a parabola with a slope at 0, and below 0 a scaled expm1 in its place."""
+
+    beta: torch.Tensor  # [1], the slope at 0
+    eps: torch.Tensor  # [1], the largest argument of expm1
+    # Trained are the inverse softplus of the parabola's factor, and of what the other factor exceeds beta by.
+    initial_values: ClassVar = {
+        name: partial(torch.full_like, fill_value=math.log(math.expm1(start)))
+        for name, start in (("alpha_p", 0.8), ("alpha_n", 0.3))
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+        self.register_buffer("beta", torch.empty(1))
+        self.register_buffer("eps", torch.empty(1))
+        self.reset()
+
+    def reset(self) -> None:
+        """Give the constants their values."""
+        self.beta.fill_(0.5)
+        self.eps.fill_(-1e-6)
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both parameters, [1] each."""
+        return self.alpha_p, self.alpha_n
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result have the same shape and dtype."""
+        above, below, beta, eps = (number.to(x.dtype) for number in (*self.weights(), self.beta, self.eps))
+        above, below = F.softplus(above), beta + F.softplus(below)
+        return torch.where(x > 0, above * x * x, (torch.expm1(torch.minimum(x, eps)) - x) * below) + beta * x
+
+
 class PlainMLP(nn.Module):
     """down(activation(up(x))), as in the original T5 (arXiv 1910.10683)."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: str, bias: bool = False) -> None:
-        """``activation`` is one of `ACTIVATIONS`."""
+        """``activation`` is one of `ACTIVATIONS`, or xielu."""
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = XIELU() if activation == "xielu" else ACTIVATIONS[activation]
         self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 

@@ -46,6 +46,25 @@ class GroupRMSNorm(nn.Module):
         return normed.flatten(-2) * self.weights()[0]
 
 
+class NormOfHeads(nn.Module):
+    """RMSNorm or LayerNorm of each head, with a weight for each head and no bias: [heads · head_dim]."""
+
+    def __init__(self, head_dim: int, is_centered: bool, width: int, eps: float) -> None:
+        super().__init__()
+        self.head_dim, self.is_centered, self.eps = head_dim, is_centered, eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def weights(self) -> torch.Tensor:
+        """The weight of each head, [heads, head_dim]."""
+        return self.weight.view(-1, self.head_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result are [..., heads, head_dim]."""
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = F.layer_norm if self.is_centered else F.rms_norm
+        return (norm(exact, (self.head_dim,), eps=self.eps) * self.weights()).to(x.dtype)
+
+
 Kind = Literal["rms", "layer", "layer_no_bias", "layer_no_weight"]
 
 

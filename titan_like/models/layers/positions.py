@@ -1,6 +1,7 @@
 """Position embeddings: rotary ones (arXiv 2104.09864) with Llama 3.1's frequency scaling, and T5's relative bias."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,15 @@ def rope_frequencies(
 
     llama3 stretches long wavelengths by ``factor``, keeps short ones and interpolates those in between; `RopeScaling`
     defines long and short relative to the original context. yarn (arXiv 2309.00071) does the same along the dimensions,
-    and linear scaling (arXiv 2306.15595) stretches all. longrope (arXiv 2402.13753) divides by ``short_factors``, or by
-    ``long_factors`` if sequences of ``seq_len`` tokens are longer than the original context. A ``seq_len`` of shape
+    and linear scaling (arXiv 2306.15595) stretches all. dynamic scaling grows ``theta`` with sequences of ``seq_len``
+    tokens beyond the original context, so that the longest wave keeps pace (NTK-aware). longrope (arXiv 2402.13753)
+    divides by ``short_factors``, or by ``long_factors`` if the sequences are longer than that. A ``seq_len`` of shape
     [batch, 1, 1] gives each sequence its own, [batch, 1, size / 2].
     """
+    if scaling is not None and scaling.type == "dynamic":
+        longer = (seq_len > scaling.original_max_seq_len) * (seq_len - scaling.original_max_seq_len)
+        grown: Any = 1 + scaling.factor / scaling.original_max_seq_len * longer
+        theta, scaling = theta * grown ** (size / (size - 2)), None
     # In float64 before it is rounded, as cos and sin are, so that every compiler and device rounds to the same table.
     frequencies = (theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float64) / size)).float()
     if scaling is None:
@@ -50,10 +56,13 @@ def rope_frequencies(
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
-def rope_magnitude(scaling: RopeScaling | None) -> float:
-    """The factor on cos and sin, 1 except with yarn and longrope."""
+def rope_magnitude(scaling: RopeScaling | None, seq_len: int | torch.Tensor = 0) -> float | torch.Tensor:
+    """The factor on cos and sin, 1 except with yarn and longrope; ``seq_len`` as in `rope_frequencies`."""
     if scaling is None or scaling.type not in ("yarn", "longrope"):
         return 1.0
+    if scaling.short_magnitude:
+        is_short, is_long = seq_len <= scaling.original_max_seq_len, seq_len > scaling.original_max_seq_len
+        return scaling.short_magnitude * is_short + scaling.long_magnitude * is_long
     if scaling.attention_factor:
         return scaling.attention_factor
     logarithm = math.log(max(scaling.factor, 1.0))
@@ -65,12 +74,12 @@ def rope_magnitude(scaling: RopeScaling | None) -> float:
 
 
 def rope_cos_sin(
-    positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float = 1.0
+    positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float | torch.Tensor = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) of integer positions [..., seq], each float32 [..., seq, rotated / 2], times ``magnitude``."""
     angles = (positions[..., None].float() * frequencies).double()
     cos, sin = angles.cos().float(), angles.sin().float()
-    return (cos, sin) if magnitude == 1 else (cos * magnitude, sin * magnitude)
+    return (cos, sin) if isinstance(magnitude, float) and magnitude == 1 else (cos * magnitude, sin * magnitude)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -89,12 +98,12 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
-def query_temperature(positions: torch.Tensor, factor: float, period: int) -> torch.Tensor:
+def query_temperature(positions: torch.Tensor, factor: float, period: int, offset: int = 0) -> torch.Tensor:
     """What multiplies queries, so that attention to many keys stays sharp (arXiv 2501.19399): float32 [..., seq].
 
-    It grows with the logarithm of the integer positions [..., seq], and is 1 up to ``period``.
+    It grows with the logarithm of the integer positions [..., seq] plus ``offset``, and is 1 up to ``period``.
     """
-    return 1 + factor * torch.log(1 + (positions // period).float())
+    return 1 + factor * torch.log(1 + ((positions + offset) // period).float())
 
 
 class RelativeBias(nn.Module):

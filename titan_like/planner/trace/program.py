@@ -47,15 +47,17 @@ class Attention(NamedTuple):
     causal: bool
     backward: bool
     recomputed: bool
-    window: int = 0  # most keys that a query sees; 0: all
+    window: int = 0  # most keys that a query sees; 0: all; negative: of chunks, whose positions see only each other
 
     def flops(self, causal: bool = False) -> int:
         """FLOPs of two GEMMs forward and four backward within the window.
 
         ``causal`` counts what a causal mask leaves, half of the matrix without a window.
         """
-        products, seen = 4 if self.backward else 2, min(self.window or self.keys, self.keys)
+        products, seen = 4 if self.backward else 2, min(abs(self.window) or self.keys, self.keys)
         unmasked = 2 * products * self.batch * self.heads * self.queries * seen * self.head_dim
+        if causal and self.causal and self.window < 0:
+            return unmasked // 2
         return unmasked * (2 * self.keys - seen) // (2 * self.keys) if causal and self.causal else unmasked
 
 

@@ -6,7 +6,7 @@ memory of a GPU's kernels.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +107,8 @@ class FlexCore(AttentionCore):
 
     def attend_to_ranges(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: KeyRanges) -> torch.Tensor:
         """As in the base class."""
-        return flex_attention(q, k, v, ranges.window, self.scores_of(q), _flex_attention)
+        window = -ranges.window if self.has_chunks else ranges.window
+        return flex_attention(q, k, v, window, self.scores_of(q), _flex_attention)
 
 
 _STEPS = cp_attention.BlockSteps.default()
@@ -144,12 +145,12 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-class WithoutSeed(tensor_styles.SplitHeads):
-    """Attention of split heads without a random stream of its own, whose seed the host would read."""
+class WithoutSeed(tensor_styles.OwnRandomNumbers):
+    """Random numbers without a stream of the rank's own, whose seed the host would read."""
 
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        """As in `AttentionCore`."""
-        return super(tensor_styles.SplitHeads, self).forward(*inputs)
+    def own_random_numbers(self, device: torch.device) -> AbstractContextManager[None]:
+        """As in the base class."""
+        return nullcontext()
 
 
 class KnownLoads(experts.SplitExperts):
@@ -183,7 +184,7 @@ def without_host_reads(model: nn.Module, expert_load: float = 1.0) -> None:
     for module in model.modules():
         if isinstance(module, experts.SplitExperts):
             extend(module, KnownLoads, load=expert_load)
-        if isinstance(module, tensor_styles.SplitHeads):
+        if isinstance(module, tensor_styles.OwnRandomNumbers):
             extend(module, WithoutSeed)
         if isinstance(module, AttentionCore):
             extend(module, FlexCore)
