@@ -6,7 +6,7 @@ memory of a GPU's kernels.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -148,9 +148,10 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 class WithoutSeed(tensor_styles.OwnRandomNumbers):
     """Random numbers without a stream of the rank's own, whose seed the host would read."""
 
-    def own_random_numbers(self, device: torch.device) -> AbstractContextManager[None]:
+    @contextmanager
+    def own_random_numbers(self, device: torch.device) -> Iterator[None]:
         """As in the base class."""
-        return nullcontext()
+        yield
 
 
 class KnownLoads(experts.SplitExperts):
