@@ -257,6 +257,8 @@ def _ranks(folder: Path, key: str, fields: dict[str, Any], fused: Mapping[str, i
     """The rank of each module's adapter: the run's, or as many times it as the module has matrices, with alpha too."""
     ranks = dict.fromkeys(fused, section.rank)
     given = {name: fields.get(f"{name}_pattern") or {} for name in _NAMES}
+    for name, table in given.items():
+        require(isinstance(table, dict), key, str(folder), f"its {name}_pattern is no table; correct it")
     for module in sorted({*given["rank"], *given["alpha"]}):
         count = fused.get(module, 1)
         for name in _NAMES:
