@@ -186,8 +186,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
             if kind.mixer not in ("", self.softmax_mixer):
                 if kind.mixer in ("attention", "latent"):
                     yield f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}'
-                for field in (field for field in ("window", "chunk") if getattr(kind, field)):
-                    yield f"kinds.{name}.{field} {getattr(kind, field)} is one of attention; leave it out"
+                for part in (part for part in ("window", "chunk") if getattr(kind, part)):
+                    yield f"kinds.{name}.{part} {getattr(kind, part)} is one of attention; leave it out"
             if kind.window and kind.chunk:
                 yield f"kinds.{name} has a window of {kind.window} and chunks of {kind.chunk}; leave one of them out"
             try:

@@ -160,7 +160,9 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(tensors, size))
             elif row.transposed_experts:
-                halves = [(0, None, 2), (1, None, 2)] if row.transposed_experts == "in turn" else [(ffn,), (ffn, None)]
+                halves: list[tuple[int | None, ...]] = [(ffn,), (ffn, None)]
+                if row.transposed_experts == "in turn":
+                    halves = [(0, None, 2), (1, None, 2)]
                 taken, times = {"gate": (halves[0], 2), "up": (halves[1], 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
