@@ -347,6 +347,32 @@ READ: dict[str, tuple[Table, str]] = {
         of("cwm", "CwmForCausalLM", sizes(6144, 21504, 64, 48, 8, 128256, 131072), head_dim=128, sliding_window=8192,
            rope_theta=1e6, rope_scaling=LLAMA3 | {"factor": 16.0}), "",
     ),
+    "Command R+": (
+        of("cohere", "CohereForCausalLM", sizes(12288, 33792, 64, 96, 8, 256000, 131072) | LAYER_NORM,
+           use_qk_norm=True), "",
+    ),
+    "Llama 4 Scout's text": (
+        of("llama4_text", "Llama4ForCausalLM", sizes(5120, 8192, 48, 40, 8, 202048, 10485760), head_dim=128,
+           intermediate_size_mlp=16384, num_local_experts=16, num_experts_per_tok=1, rope_theta=5e5,
+           rope_scaling=LLAMA3 | {"factor": 16.0}, attention_chunk_size=8192, attn_temperature_tuning=True), "",
+    ),
+    "Llama 4 Maverick's text": (
+        of("llama4_text", "Llama4ForCausalLM", sizes(5120, 8192, 48, 40, 8, 202048, 1048576), head_dim=128,
+           intermediate_size_mlp=16384, num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False,
+           rope_theta=5e5), "",
+    ),
+    "Apertus 8B": (
+        of("apertus", "ApertusForCausalLM", sizes(4096, 21504, 32, 32, 8, 131072, 65536), hidden_act="xielu",
+           rope_theta=1.2e7, rope_scaling=LLAMA3 | {"factor": 8.0}, qk_norm=True, post_norm=False), "qk_norm",
+    ),
+    "Phi-3.5-MoE": (
+        of("phimoe", "PhimoeForCausalLM", sizes(4096, 6400, 32, 32, 8, 32064, 131072), num_local_experts=16,
+           num_experts_per_tok=2, attention_bias=True, lm_head_bias=True, sliding_window=131072, rope_theta=10000.0,
+           router_jitter_noise=0.01, original_max_position_embeddings=4096,
+           rope_scaling={"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64,
+                         "short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122,
+                         "original_max_position_embeddings": 4096}), "",
+    ),
 }  # fmt: skip
 
 # (config.json, the names of all that is wrong with it)
@@ -355,12 +381,7 @@ REFUSED: dict[str, tuple[Table, str]] = {
     "Llama 2 7B, GPTQ, dynamic": (
         llama(4096, 11008, 32, 32, 32, 32000, 4096, rope_scaling={"type": "dynamic", "factor": 2.0}, use_fp8=True,
               quantization_config=GPTQ, hidden_act="quick_gelu"),
-        "rope_scaling.type quantization_config.quant_method hidden_act",
-    ),
-    "Command R+": (
-        of("cohere", "CohereForCausalLM", sizes(12288, 33792, 64, 96, 8, 256000, 131072) | LAYER_NORM,
-           use_qk_norm=True),
-        "use_qk_norm",
+        "quantization_config.quant_method hidden_act",
     ),
     "Qwen2-VL's text": (
         qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768, architectures=["Qwen2VLForConditionalGeneration"],
@@ -369,7 +390,7 @@ REFUSED: dict[str, tuple[Table, str]] = {
     "Qwen3 MoE, sparse steps": (
         of("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 6144, 48, 32, 4, 151936, 40960), decoder_sparse_step=0,
            mlp_only_layers=5, rope_scaling={"type": "dynamic", "factor": 2.0}),
-        "decoder_sparse_step mlp_only_layers rope_scaling.type",
+        "decoder_sparse_step mlp_only_layers",
     ),
     "DeepSeek-V3, softmax": (
         deepseek("deepseek_v3", "DeepseekV3ForCausalLM", 7168, 18432, 61, 128, 128, 129280, 163840,

@@ -36,7 +36,8 @@ def test_a_published_shape_has_as_many_parameters_as_in_transformers(
         ours = build_model(model, family)
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**text))
     tables = 1 if model.tied_embeddings else 2
-    padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size * tables
+    per_token = model.hidden_size * tables + getattr(model, "output_bias", False)
+    padding = (model.padded_vocab_size - model.vocab_size) * per_token
     assert sum(parameter.numel() for parameter in ours.parameters()) - padding == theirs.num_parameters(
         only_trainable=True
     )

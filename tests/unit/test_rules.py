@@ -69,7 +69,12 @@ high_freq_factor = 4.0, original_max_seq_len = 16}' \
 1 --LATENT.kv_lora_rank=0 => q_lora_rank 48 needs latent attention; set kv_lora_rank, or q_lora_rank = 0
 1 --LATENT.rope_head_size=0 => needs nope_head_size, rope_head_size and value_head_size ([16, 0, 16])
 1 --LATENT.head_size=32 => the first two make up head_size (32)
-1 --LATENT.value_head_size=25 => value_head_size 25 is more than head_size 24
+1 --model.family=decoder --model.overrides.qk_norm=heads --model.overrides.norm_offset=true \
+=> qk_norm "heads" has plain weights ; set norm_offset = false
+1 --model.family=decoder '--model.overrides.kinds.full={window=4,chunk=4}' \
+=> kinds.full has a window of 4 and chunks of 4 ; leave one of them out
+1 --model.family=decoder --model.overrides.query_temperature_of=unrotated => need query_temperature
+1 --model.family=decoder --model.overrides.activation=xielu => activation xielu needs an MLP without a gate
 1 --LATENT.num_kv_heads=2 => latent attention has no num_kv_heads 2; leave it at 4
 1 --LATENT.rotary_fraction=0.5 => latent attention has no rotary_fraction 0.5
 1 --LATENT.attention_bias=qkv => latent attention has no attention_bias "qkv"; use "none" or "all"

@@ -130,7 +130,7 @@ def test_rotary_positions_of_kinds_of_layers_are_set_by_kind(tmp_path: Path) -> 
 def test_fields_of_config_json_can_be_left_out(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """All that is refused is named at once, as it has to be named to be left out."""
     fields = json.loads((folder / "config.json").read_text())
-    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    scaling = {"rope_type": "ntk", "factor": 2.0}
     strange = {"hidden_act": "mish", "rope_scaling": scaling, "attention_chunk_size": 64, "architectures": ["X"]}
     (folder / "config.json").write_text(json.dumps(fields | strange | {"attn_factor": 2, "resid_pdrop": 0.1}))
     with pytest.raises(ConfigError) as error:

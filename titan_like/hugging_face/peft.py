@@ -93,7 +93,7 @@ class StoredAdapter(NamedTuple):
 
         Blocks of a fused module have a part of its A and B each, or share its A.
         """
-        parts, rows, rank = [], [], self.adapter.rank
+        parts, rows, rank = list[torch.Tensor](), list[torch.Tensor](), self.adapter.rank
         for block, size, number in zip(self.blocks(), self.adapter.adapted_rows, numbers, strict=True):
             a, b = (tensors[name].float() for name in names_of(block.module))
             own = columns_of(number, len(a), rank)
@@ -240,12 +240,12 @@ def check_peft(folder: Path, base: Path, key: str, model: TransformerConfig, sec
         require(tensor.shape == shape, key, str(folder), reason)
         reason = f"its {name} is of type {tensor.dtype}, but only {', '.join(DTYPES)} can be read"
         require(tensor.dtype in DTYPES, key, str(folder), reason)
-    remaining, rows = dict[str, torch.Tensor](), Counter[str]()
+    remaining, covered = dict[str, torch.Tensor](), Counter[str]()
     for block, _ in blocks:
-        rows[block.module] += len(block.theirs)
+        covered[block.module] += len(block.theirs)
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         for block, number in blocks:
-            if fused[block.module] > 1 or rows[block.module] < block.shape[0]:
+            if fused[block.module] > 1 or covered[block.module] < block.shape[0]:
                 b = remaining.setdefault(block.module, file.get_tensor(names_of(block.module)[1]))
                 b[block.theirs, columns_of(number, b.shape[1], section.rank)] = 0
     for module, b in remaining.items():
@@ -257,6 +257,8 @@ def _ranks(folder: Path, key: str, fields: dict[str, Any], fused: Mapping[str, i
     """The rank of each module's adapter: the run's, or as many times it as the module has matrices, with alpha too."""
     ranks = dict.fromkeys(fused, section.rank)
     given = {name: fields.get(f"{name}_pattern") or {} for name in _NAMES}
+    for name, table in given.items():
+        require(isinstance(table, dict), key, str(folder), f"its {name}_pattern is no table; correct it")
     for module in sorted({*given["rank"], *given["alpha"]}):
         count = fused.get(module, 1)
         for name in _NAMES:

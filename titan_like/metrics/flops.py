@@ -96,7 +96,8 @@ def visible_pairs(model: TransformerConfig, mask: KeyRanges) -> torch.Tensor:
     for kind, count in zip(model.parts.kinds, model.layer_counts, strict=True):
         for core in kind.cores:
             windows[core.window, core.has_chunks] += count
-    visible, pairs = mask.end - mask.first, []
+    visible = mask.end - mask.first
+    pairs = []
     for (window, has_chunks), count in windows.items():
         most = (mask.end - 1) % window + 1 if has_chunks else window or None  # with chunks the mask is causal
         pairs.append(count * (visible if most is None else visible.clamp(max=most)).sum())

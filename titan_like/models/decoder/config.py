@@ -142,7 +142,7 @@ class DecoderConfig(WithHeadSize, WithExperts):
         if self.qk_norm == "heads" and (self.norm_offset or self.norm == "layer_no_weight"):
             yield 'qk_norm "heads" has plain weights; set norm_offset = false and another norm, or use "head"'
         if self.norm_after_rope and self.qk_norm in ("none", "l2"):
-            yield f'norm_after_rope is not for qk_norm "{self.qk_norm}"; leave it out, or set "head", "heads" or "all"'
+            yield 'norm_after_rope needs a norm that may come before; set qk_norm to "head" or "all"'
         if (self.query_temperature > 0) != (self.query_temperature_period > 0):
             yield "query_temperature and query_temperature_period go together; set both, or leave both at 0"
         if not self.query_temperature and (self.query_temperature_offset or self.query_temperature_of != "all"):
@@ -191,8 +191,8 @@ class DecoderConfig(WithHeadSize, WithExperts):
             if kind.mixer not in ("", self.softmax_mixer):
                 if kind.mixer in ("attention", "latent"):
                     yield f'kinds.{name}.mixer "{kind.mixer}" does not fit kv_lora_rank {self.kv_lora_rank}'
-                for field in (field for field in ("window", "chunk") if getattr(kind, field)):
-                    yield f"kinds.{name}.{field} {getattr(kind, field)} is one of attention; leave it out"
+                for part in (part for part in ("window", "chunk") if getattr(kind, part)):
+                    yield f"kinds.{name}.{part} {getattr(kind, part)} is one of attention; leave it out"
             if kind.window and kind.chunk:
                 yield f"kinds.{name} has a window of {kind.window} and chunks of {kind.chunk}; leave one of them out"
             try:

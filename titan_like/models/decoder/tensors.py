@@ -120,13 +120,12 @@ def _attention(
         yield whole(ours + name, theirs[name], (config.num_attention_heads,))
     norms = {"head": (head,) * 2}.get(config.qk_norm, (width, config.num_kv_heads * head))
     for name, size in zip(("attention.q_norm", "attention.k_norm"), norms, strict=False):
-        source = theirs[name]
-        if config.qk_norm == "heads" and "{}" in source:
-            of_heads = {f"{source.format(number)}.weight": (head,) for number in range(size // head)}
-            yield Stored(f"{ours}{name}.weight", (size,), of_heads, pairs=pairs)
-        elif config.qk_norm == "heads":
-            of_all = {f"{source}.weight": (size // head, head)}
-            yield Stored(f"{ours}{name}.weight", (size,), of_all, is_stacked=True, pairs=pairs)
+        source, is_stacked = theirs[name], "{}" not in theirs[name]
+        if config.qk_norm == "heads":  # one tensor, or one for each head
+            of_heads: dict[str, tuple[int, ...]] = {f"{source}.weight": (size // head, head)}
+            if not is_stacked:
+                of_heads = {f"{source.format(number)}.weight": (head,) for number in range(size // head)}
+            yield Stored(f"{ours}{name}.weight", (size,), of_heads, is_stacked=is_stacked, pairs=pairs)
         elif config.qk_norm in ("head", "all") and config.norm != "layer_no_weight":
             yield from linear(ours + name, source, (size,), config.norm == "layer", pairs=pairs)
 
@@ -189,7 +188,9 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 yield Stored(label, shape, dict.fromkeys(tensors, size))
             elif row.transposed_experts:
-                halves = [(0, None, 2), (1, None, 2)] if row.transposed_experts == "in turn" else [(ffn,), (ffn, None)]
+                halves: list[tuple[int | None, ...]] = [(ffn,), (ffn, None)]
+                if row.transposed_experts == "in turn":
+                    halves = [(0, None, 2), (1, None, 2)]
                 taken, times = {"gate": (halves[0], 2), "up": (halves[1], 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)

@@ -95,7 +95,7 @@ class PlainMLP(nn.Module):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, activation: str, bias: bool = False) -> None:
         """``activation`` is one of `ACTIVATIONS`, or xielu."""
         super().__init__()
-        self.activation = XIELU() if activation == "xielu" else ACTIVATIONS[activation]
+        self.activation: _OfOne = XIELU() if activation == "xielu" else ACTIVATIONS[activation]
         self.up = nn.Linear(hidden_size, ffn_hidden_size, bias=bias)
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 

@@ -61,7 +61,7 @@ class NormOfHeads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x and the result are [..., heads, head_dim]."""
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        norm = F.layer_norm if self.is_centered else F.rms_norm
+        norm: Any = F.layer_norm if self.is_centered else F.rms_norm
         return (norm(exact, (self.head_dim,), eps=self.eps) * self.weights()).to(x.dtype)
 
 
