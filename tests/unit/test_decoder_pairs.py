@@ -133,7 +133,8 @@ def randomise(model: Decoder, generator: torch.Generator) -> None:
             module.load.copy_(torch.rand(module.load.shape, generator=generator))
             module.load.div_(module.load.sum())
             if module.bias is not None:
-                module.bias.copy_(torch.randn(module.bias.shape, generator=generator))
+                # Most scores with it are negative: those of groups that are left out must not be larger.
+                module.bias.copy_(torch.randn(module.bias.shape, generator=generator) - 2)
 
 
 class Dropped:

@@ -48,9 +48,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def source_of(folder, of="train", cache="cache", **section):
+def source_of(folder, of="train", cache="cache", seq_len=SEQ, **section):
     section = {"dataset": "hf", "paths": [str(folder / "data")], "num_readers": 3, "split": "8,1,1"} | section
-    return StreamSource(DataRequest(Data(**section), of, SEQ, 0, 257, folder / cache))
+    return StreamSource(DataRequest(Data(**section), of, seq_len, 0, 257, folder / cache))
 
 
 def samples_of(source, indices):
@@ -112,7 +112,8 @@ def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypat
         whole = whole if given else sum(read)
         assert not given or sum(read) < whole / 2
         assert digest(source[0]) == expected[0]  # and also backwards
-    for changes in ({"num_readers": 2}, {"split": "7,2,1"}, {"of": "validation"}):  # which are other samples
+    different = {"num_readers": 2}, {"split": "7,2,1"}, {"of": "validation"}, {"seq_len": 2 * SEQ}  # samples
+    for changes in different:
         other, fresh = source_of(folder, **changes), source_of(folder, **changes)
         other.load_state_dict(state)
         assert other.state_dict() == {} and digest(other[last]) == digest(fresh[last])
