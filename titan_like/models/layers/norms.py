@@ -42,8 +42,9 @@ class GroupRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] → the same shape."""
-        normed = F.rms_norm(x.unflatten(-1, (-1, self.size)), (self.size,), None, self.eps)
-        return normed.flatten(-2) * self.weights()[0]
+        values = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, self.size))
+        normed = values * (values.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (normed.flatten(-2) * self.weights()[0]).to(x.dtype)
 
 
 class NormOfHeads(nn.Module):
