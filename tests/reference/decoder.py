@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.reference.delta_net import delta_net
+from tests.reference.linear import Linear, Weights, linear_of
 from tests.reference.rope import frequency_of, latent_factor, magnitude
 from tests.reference.state_space import mamba2
 
 Fields = Mapping[str, Any]
-Weights = Mapping[str, torch.Tensor]
-Linear = Callable[[str, torch.Tensor], torch.Tensor]  # the linear layer of this name, applied
 
 
 class Sample(NamedTuple):
@@ -71,35 +70,6 @@ def decode(fields: Fields, weights: Weights, sample: Sample, linear: Linear | No
     return _Decoder(fields, weights, sample, linear).run()
 
 
-def lora_linear(weights: Weights, scale: float, groups: Mapping[str, list[int]], dropped: Weights) -> Linear:
-    """Linear layers with adapters: y = W x + scale · B A (x · mask), arXiv 2106.09685.
-
-    ``groups`` has, for a fused projection, the rows in turn of its matrices (q, k, v), which have an A and a B each;
-    ``dropped`` the masks, with their factor 1 / (1 - p), of the inputs that dropout changes.
-    """
-
-    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-        result = _linear(weights, name, x)
-        if f"{name}.lora_b" not in weights:
-            return result
-        down, up = weights[f"{name}.lora_a"], weights[f"{name}.lora_b"]
-        rows = groups.get(name, [len(up)])
-        rank, x = len(down) // len(rows), x * dropped.get(name, 1.0)
-        owner = [matrix for matrix, count in enumerate(rows) for _ in range(count)]  # of each row of a group
-        parts = []
-        for row in range(len(up)):
-            first = rank * owner[row % len(owner)]
-            parts.append((x @ down[first : first + rank].t()) @ up[row])
-        return result + scale * torch.stack(parts, -1)
-
-    return linear
-
-
-def _linear(weights: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    y = x @ weights[f"{name}.weight"].t()
-    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
-
-
 _MIXERS = {"gated_delta_net": delta_net, "mamba2": mamba2}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: x / (1 + (-x).exp()),
@@ -112,7 +82,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class _Decoder:
     def __init__(self, fields: Fields, weights: Weights, sample: Sample, linear: Linear | None) -> None:
         self.fields, self.weights, self.sample = fields, weights, sample
-        self.linear = linear or (lambda name, x: _linear(weights, name, x))
+        self.linear = linear or (lambda name, x: linear_of(weights, name, x))
         self.experts: dict[str, Experts] = {}
 
     def run(self) -> Output:

@@ -20,7 +20,8 @@ from torch import nn
 
 from tests.distributed.launch import base_config
 from tests.float64 import bound, exact_rope
-from tests.reference.decoder import Output, Sample, decode, lora_linear
+from tests.reference.decoder import Output, Sample, decode
+from tests.reference.linear import lora_linear
 from tests.reference.optimizers import PlainOptimizer
 from tests.reference.training import learning_rate
 from tests.unit.decoder_cases import ALL, FEATURES, LEFT_OUT, SIZES, Row, cover, fields_of, random_row, settings_of

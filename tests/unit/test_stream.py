@@ -112,8 +112,7 @@ def test_a_source_goes_on_from_its_state_without_reading_again(folder, monkeypat
         whole = whole if given else sum(read)
         assert not given or sum(read) < whole / 2
         assert digest(source[0]) == expected[0]  # and also backwards
-    different = {"num_readers": 2}, {"split": "7,2,1"}, {"of": "validation"}, {"seq_len": 2 * SEQ}  # samples
-    for changes in different:
+    for changes in ({"num_readers": 2}, {"split": "7,2,1"}, {"of": "validation"}, {"seq_len": 2 * SEQ}):
         other, fresh = source_of(folder, **changes), source_of(folder, **changes)
         other.load_state_dict(state)
         assert other.state_dict() == {} and digest(other[last]) == digest(fresh[last])

@@ -10,7 +10,6 @@ Between layers, activations are [batch, seq, hidden] and equal on every rank. Wi
 """
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_like.models.layers.cross_entropy import Vocabulary, scaled_loss
-from titan_like.models.layers.init import generator_of
 from titan_like.models.layers.norms import factor_of, normalise
 from titan_like.parallel.collectives import CopyFromFirstRank, Group, SumOfRanks, all_gather
 from titan_like.parallel.tensor_base import TensorParallel, local
+from titan_like.parallel.tensor_heads import OwnRandomNumbers, SharedChannels, SplitChannels, SplitHeads
 from titan_like.parallel.weight_gradients import LinearGemms
 
 
@@ -61,24 +60,6 @@ class ColumnLinear(TensorParallel, LinearGemms):
             return super().dropped(x, rate)
         mask = F.dropout(torch.ones_like(x.chunk(self.tensor_group.size, 1)[0]), rate)
         return x * all_gather(mask, 1, self.tensor_group)
-
-
-class OwnRandomNumbers(TensorParallel):
-    """Base of what draws random numbers for features or heads of this rank, where ranks share a stream."""
-
-    @contextlib.contextmanager
-    def own_random_numbers(self, device: torch.device) -> Iterator[None]:
-        """Draw from a stream of this rank."""
-        # All ranks draw the same number from the CPU's generator, which needs no wait for the device. Activation
-        # checkpointing restores that generator, so a recomputation draws the same number again.
-        seed = int(torch.randint(2**48, ())) * self.tensor_group.size + self.tensor_group.rank
-        generator = generator_of(device)
-        state = generator.get_state()
-        generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            generator.set_state(state)
 
 
 class RowLinear(OwnRandomNumbers, LinearGemms):
@@ -326,51 +307,6 @@ def split_logits(part: torch.Tensor, mesh: DeviceMesh, padded_vocab_size: int) -
     shape = torch.Size((*part.shape[:2], padded_vocab_size))
     stride = (shape[1] * shape[2], shape[2], 1)
     return DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
-
-
-class SplitHeads(OwnRandomNumbers):
-    """Splits heads and their sinks. Each rank has its own attention dropout; all other random numbers are shared."""
-
-    placements: ClassVar = {"sinks": Shard(0)}
-    sinks: Any
-
-    @classmethod
-    def split(cls, module: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-        """As in the base class, if there are sinks, or dropout that without sequence parallelism would be shared."""
-        if module.sinks is not None or (module.dropout and not sequence_parallel):
-            super().split(module, mesh, sequence_parallel)
-
-    def local_sinks(self) -> torch.Tensor | None:
-        """Return the sinks of this rank's heads."""
-        return None if self.sinks is None else local(self.sinks)
-
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        """As the module itself, on [batch, heads here, seq, head_dim], with a random stream of this rank."""
-        if not (self.training and self.dropout):
-            return super().forward(*inputs)
-        with self.own_random_numbers(inputs[0].device):
-            return super().forward(*inputs)
-
-
-_OF_CHANNELS = ("weight", "bias", "conv", "a_log", "dt_bias", "skip", "alpha_p", "alpha_n")
-
-
-class SplitChannels(TensorParallel):
-    """Splits the heads or channels of a module that computes from its `weights`."""
-
-    placements: ClassVar = dict.fromkeys(_OF_CHANNELS, Shard(0))
-
-    def weights(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the weights of this rank's heads or channels."""
-        weights = super().weights()  # type: ignore[misc]
-        return tuple(None if weight is None else local(weight) for weight in weights)
-
-
-class SharedChannels(SplitChannels):
-    """Replicates, in a region, channels that all ranks' heads read."""
-
-    placements: ClassVar = dict.fromkeys(_OF_CHANNELS, Replicate())
-    always_partial = _OF_CHANNELS
 
 
 class SharedLinear(ColumnLinear):

@@ -130,7 +130,7 @@ class GraniteLayers(Layers):
         full = _full_kind(config)
         is_rotated = any(kind.rope_theta for kind in config.kinds.values())
         fields["position_embedding_type"] = "rope" if is_rotated else "nope"
-        fields |= _write_options(config, "mamba2", _GRANITE | {"head_size": ("mamba_d_head", 0)})
+        fields |= _write_options(config, "mamba2", {**_GRANITE, "head_size": ("mamba_d_head", 0)})
         if "mamba_d_head" in fields:
             fields["mamba_expand"] = fields["mamba_d_head"] * fields["mamba_n_heads"] // config.hidden_size
         return fields | self.rope.write(config, full, full)

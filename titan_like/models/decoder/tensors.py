@@ -80,19 +80,19 @@ def _mamba(config: DecoderConfig, mixer: MambaMixer, ours: str, theirs: dict[str
     """One matrix has the rows of gates, inputs, b, c and steps, and one convolution those of inputs, b and c."""
     ours, heads, groups = f"{ours}attention.", mixer.heads, mixer.groups
     width, states = heads * mixer.head_size, groups * mixer.state_size
+    columns: tuple[int, ...]
     for part, columns in (("weight", (config.hidden_size,)), ("bias", ()))[: 2 if mixer.bias else 1]:
         source = {f"{theirs['mamba.in_proj']}.{part}": (2 * (width + states) + heads, *columns)}
         name = f"{ours}{{}}.{part}"
-        taken = (2 * width,)
-        yield Stored(name.format("zx"), (2 * width, *columns), source, (width, width), heads, taken=taken)
+        yield Stored(name.format("zx"), (2 * width, *columns), source, (width, width), heads, taken=(2 * width,))
         taken = (2 * width, -heads)
         yield Stored(name.format("bc"), (2 * states, *columns), source, (states, states), groups, taken=taken)
         yield Stored(name.format("dt"), (heads, *columns), source, taken=(-heads, None))
     for part, columns in (("weight", (1, mixer.conv_size)), ("bias", ()))[: 2 if mixer.conv_bias else 1]:
         source = {f"{theirs['mamba.conv']}.{part}": (width + 2 * states, *columns)}
         yield Stored(f"{ours}x_conv.{part}", (width, *columns), source, taken=(width,))
-        name, taken = f"{ours}bc_conv.{part}", (width, None)
-        yield Stored(name, (2 * states, *columns), source, (states, states), groups, taken=taken)
+        name = f"{ours}bc_conv.{part}"
+        yield Stored(name, (2 * states, *columns), source, (states, states), groups, taken=(width, None))
     for name in ("a_log", "dt_bias", "skip"):
         yield whole(f"{ours}core.{name}", theirs[f"mamba.{name}"], (heads,))
     yield from linear(f"{ours}norm", theirs["mamba.norm"], (width,), False)

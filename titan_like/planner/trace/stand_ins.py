@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from titan_like.models.layers.attention import AttentionCore, flex_attention
 from titan_like.models.layers.cross_entropy import CHUNK_LOGITS, TokenLoss
 from titan_like.models.layers.key_ranges import KeyRanges
-from titan_like.parallel import cp_attention, experts, offload, tensor_styles
+from titan_like.parallel import cp_attention, experts, offload, tensor_heads
 from titan_like.parallel.extend import extend
 from titan_like.torch_private import attention_by_elementary_operators
 
@@ -145,7 +145,7 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-class WithoutSeed(tensor_styles.OwnRandomNumbers):
+class WithoutSeed(tensor_heads.OwnRandomNumbers):
     """Random numbers without a stream of the rank's own, whose seed the host would read."""
 
     @contextmanager
@@ -185,7 +185,7 @@ def without_host_reads(model: nn.Module, expert_load: float = 1.0) -> None:
     for module in model.modules():
         if isinstance(module, experts.SplitExperts):
             extend(module, KnownLoads, load=expert_load)
-        if isinstance(module, tensor_styles.OwnRandomNumbers):
+        if isinstance(module, tensor_heads.OwnRandomNumbers):
             extend(module, WithoutSeed)
         if isinstance(module, AttentionCore):
             extend(module, FlexCore)
