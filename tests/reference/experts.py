@@ -51,12 +51,13 @@ class PlainExperts:
         scores = probabilities if config.router_score == "softmax" else 1 / (1 + (-logits).exp())
         ranked = scores.detach() + torch.tensor(self.bias[name], dtype=exact, device=x.device)
         given = ranked.clone()
-        for row in ranked if config.router_top_groups < config.router_groups else ():
-            groups = row.chunk(config.router_groups)  # views
-            counted = 1 if config.router_group_score == "max" else 2
-            sums = [sum(group.sort(descending=True).values[:counted]).item() for group in groups]
-            for group in sorted(range(len(groups)), key=lambda number: -sums[number])[config.router_top_groups :]:
-                groups[group].fill_(-math.inf)
+        size, counted = config.num_experts // config.router_groups, 1 if config.router_group_score == "max" else 2
+        is_limited = config.router_top_groups < config.router_groups
+        for row, values in zip(ranked, given.tolist(), strict=True) if is_limited else ():
+            firsts = range(0, config.num_experts, size)  # the first expert of each group
+            sums = {first: sum(sorted(values[first : first + size])[-counted:]) for first in firsts}
+            for first in sorted(firsts, key=lambda first: -sums[first])[config.router_top_groups :]:
+                row[first : first + size] = -math.inf
         chosen = ranked.argsort(dim=1, descending=True, stable=True)[:, : config.experts_per_token]
         if mlp.training:
             chosen = self._replay(f"{name}.router", given, chosen, len(x))

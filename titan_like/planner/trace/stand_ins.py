@@ -22,7 +22,7 @@ from titan_like.models.layers.cross_entropy import CHUNK_LOGITS, TokenLoss
 from titan_like.models.layers.key_ranges import KeyRanges
 from titan_like.parallel import cp_attention, experts, offload, tensor_heads
 from titan_like.parallel.extend import extend
-from titan_like.torch_private import attention_by_elementary_operators
+from titan_like.torch_private import attention_by_elementary_operators, local_tensor
 
 
 def _operator(name: str, fake: Callable[..., Any], schema: str) -> Callable[..., Any]:
@@ -200,25 +200,26 @@ def _empty_on(mode: Any, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
 
     def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
         new: dict[int, nn.Parameter] = {}
-        with mode:
-            for owner in module.modules():
-                for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-                    if id(old) not in new:
-                        new[id(old)] = nn.Parameter(_empty_parameter(old, dtype or old.dtype), old.requires_grad)
-                    setattr(owner, name, new[id(old)])
-                for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+        for owner in module.modules():
+            for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(old) not in new:
+                    new[id(old)] = nn.Parameter(_empty_parameter(mode, old, dtype or old.dtype), old.requires_grad)
+                setattr(owner, name, new[id(old)])
+            for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+                with mode:
                     setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         return module
 
     return to_empty
 
 
-def _empty_parameter(old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(old.data, DTensor):
-        return torch.empty(old.shape, dtype=dtype)
-    part = torch.empty(old.data.to_local().shape, dtype=dtype)
-    placement = old.data.device_mesh, old.data.placements
-    return DTensor.from_local(part, *placement, run_check=False, shape=old.shape, stride=old.data.stride())
+def _empty_parameter(mode: Any, old: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    with mode:  # only here: it would make a fake tensor of all that an operator reads of ``old``
+        part = torch.empty(local_tensor(old).shape, dtype=dtype)
+    if not isinstance(old, DTensor):
+        return part
+    placement = old.device_mesh, old.placements
+    return DTensor.from_local(part, *placement, run_check=False, shape=old.shape, stride=old.stride())
 
 
 DECOMPOSED = {
