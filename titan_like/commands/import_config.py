@@ -1,4 +1,4 @@
-"""Turn a settings file of another tool into a TOML for train.py: python scripts/import_config.py FILE --output my.toml
+"""Turn a settings file of another tool into a TOML: python scripts/import_config.py FILE --output my.toml
 
 FILE is a TOML of torchtitan 0.1 to 0.3 or the JSON of its Python configuration, a shell script or list with options of
 Megatron-LM, the JSON of Hugging Face TrainingArguments, Python assignments of nanoGPT, or a YAML of axolotl; its

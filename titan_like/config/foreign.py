@@ -43,7 +43,7 @@ def read_foreign(path: str) -> tuple[Tool, dict[str, Any], list[str]]:
         scores = {name: sum(map(tools()[name].knows, settings)) for name in names}
         if scores[best := max(names, key=scores.__getitem__)] >= min(2, len(settings) or 1):
             is_ours = parse is _toml and any(name.startswith("data.") for name in settings)
-            require(not is_ours, "FILE", path, "is a TOML of titan_like; give it to train.py as --job.config_file")
+            require(not is_ours, "FILE", path, "is a TOML of titan_like already; name it with --job.config_file")
             return tools()[best], settings, unread
     reason = f"is no file with settings of {', '.join(TOOLS.values())}"
     if "Trainer.Config(" in text:
@@ -85,14 +85,15 @@ def _yaml(text: str) -> tuple[dict[str, Any], list[str]]:
 def _python(text: str) -> tuple[dict[str, Any], list[str]]:
     """Assignments to names at the top level, as far as they are literals, arithmetic and names that are read."""
     values: dict[str, Any] = {}
-    unread = []
+    unread: list[str] = []
     for line in ast.parse(text).body:
         targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
-        if isinstance(line, ast.Assign | ast.AnnAssign) and line.value and isinstance(targets[0], ast.Name):
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if names and isinstance(line, ast.Assign | ast.AnnAssign) and line.value:
             try:
-                values[targets[0].id] = evaluate(line.value, values.__getitem__)
+                values |= dict.fromkeys(names, evaluate(line.value, values.__getitem__))
             except (ArithmeticError, LookupError, TypeError, ValueError):
-                unread.append(targets[0].id)
+                unread += names
     return values, unread
 
 

@@ -98,7 +98,7 @@ def tools() -> dict[str, Tool]:
     return known
 
 
-def written(key: str) -> str:
+def shown_key(key: str) -> str:
     """A key of the table as it is in a TOML: a field of the model is in model.overrides."""
     return "model.flavor" if key == "model" else key.replace("shape.", "model.overrides.")
 
@@ -128,11 +128,11 @@ def key_of(name: str) -> str | None:
 def _hints() -> dict[str, str]:
     """Other name → hint. Names in any section come first, then the tools in their order."""
     advice = _inverted(table()["advice"])
-    hints = advice | {name: f"did you mean {written(key)}?" for name, key in _inverted(table()["names"]).items()}
+    hints = advice | {name: f"did you mean {shown_key(key)}?" for name, key in _inverted(table()["names"]).items()}
     for tool in tools().values():
         found = {}
         for name, keys in tool.uses.items():
-            formula, key = tool.keys[keys[0]], written(keys[0])
+            formula, key = tool.keys[keys[0]], shown_key(keys[0])
             computes = not re.search(r" if | or ", formula) and re.search(r" [*/] |^\[", formula)
             found[name] = f"set {key} to {formula}" if computes else f"did you mean {key}?"
             if formula != name:
