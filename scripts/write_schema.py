@@ -44,7 +44,7 @@ COMING = """`titan-import` turns a settings file of another tool into a TOML:
 
 ```bash
 python scripts/import_config.py train_gpt2.py --output my.toml
-python scripts/import_config.py deepspeed.json --gpus 8 --output my.toml
+python scripts/import_config.py training_args.json --gpus 8 --output my.toml
 ```
 
 The file's content tells the tool. The file is read as data and never run: of Python the assignments of literals and
@@ -62,8 +62,8 @@ def coming_page(known: Mapping[str, Tool]) -> str:
     """The page of the documentation with the keys of other tools."""
     lines = ["<!-- scripts/write_schema.py writes this file. -->", "# Coming from another tool", "", COMING]
     for tool in known.values():
-        lines += ["", f"## {tool.title}", "", "| here | there |", "|---|---|"]
-        lines += [f"| `{shown_key(key)}` | `{formula}` |" for key, formula in tool.keys.items()]
+        lines += ["", f"## {tool.title}", "", f"| {tool.title} | here |", "|---|---|"]
+        lines += [f"| `{formula}` | `{shown_key(key)}` |" for key, formula in tool.keys.items()]
         if tool.same:
             lines += ["", "Other names: " + ", ".join(f"`{old}` is `{new}`" for old, new in tool.same.items()) + "."]
         for title, reasons in (("not needed", tool.needless), ("not there", tool.missing)):

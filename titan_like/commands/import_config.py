@@ -27,7 +27,7 @@ from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
 from titan_like.config.synonyms import GPUS, Tool, pairs, table
 
-_OFF = (None, False, 0, "", [], {})  # values of keys that change nothing
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # values of keys that change nothing
 _NAME = "imported"  # of the flavor with a shape of the tool
 _SECRET = re.compile(r"hub_token|api_key|password|secret")
 _WIDTH = 60  # characters of a value that are printed
