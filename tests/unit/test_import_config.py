@@ -188,6 +188,8 @@ REFUSED = {
     "config = Trainer.Config(training=1)": "is torchtitan's Python code; set debug.save_config_file",
     "[training]\nsteps = 1\nseq_len = 8\n[data]\ndataset = 'text'": "is a TOML of titan_like already",
     '{"learning_rate": 1e-4, "output_dir": "x", "max_steps": 5}': "--gpus 8",
+    "--micro-batch-size 1 --global-batch-size 2": "training.steps = (not set): the file gives the run no length",
+    "n_layer = [[None]]\nn_head = 2\nmax_iters = 3": "model.flavors.imported.num_layers = (not set): field required",
     "a: &a [x]\nbase_model: *a\nlora_r: 1": "is no file with settings of",
     "[model]\nname = 'llama4'\nflavor = '17bx16e'\n[training]\nglobal_batch_size = 8": "unknown flavor of decoder",
     "A=x\n" + "A=$A$A\n" * 60 + "run --num-layers $A --lr 1 --seq-length 2": "is no file with settings of",

@@ -72,6 +72,10 @@ def check(tree: dict[str, dict[str, Any]], gpus: int | None) -> None:
     from titan_like.train.environment import dry_run_world
     from titan_like.train.rules import broken_rules, resolve_settings
 
+    has_length = {"steps", "samples", "tokens", "epochs"} & tree.get("training", {}).keys()
+    require(
+        has_length, "training.steps", None, "the file gives the run no length; set steps, samples, tokens or epochs"
+    )
     source = tree.get("model", {}).get("from")
     if source is None or Path(source).exists():
         config = load_config([], stored=tree)
@@ -91,7 +95,7 @@ class Import:
         self.tool, self.settings = tool, settings
         renamed = {tool.same[name]: value for name, value in settings.items() if name in tool.same}
         self.given = renamed | {name: value for name, value in settings.items() if name not in tool.same}
-        self.values = tool.defaults | self.given
+        self.values = tool.defaults | {name: value for name, value in self.given.items() if value is not None}
         launched = [self.values.get("nproc_per_node"), self.values.get("nnodes", 1)]
         self.gpus = gpus or (prod(launched) if all(isinstance(count, int) for count in launched) else None)
         self.tree: dict[str, dict[str, Any]] = {}
@@ -129,11 +133,12 @@ class Import:
         shown = {"model": "model.family/flavor"}.get(key, key.replace("shape.", f"model.flavors.{_NAME}."))
         if key == "model":  # an unknown one remains, so that the run is refused until it is described
             family, _, flavor = value.partition("/")
-            self.tree["model"] = {
-                "family": family if family in names_of("model.family") else "decoder",
-                "flavor": flavor,
-            }
+            family = family if family in names_of("model.family") else "decoder"
+            self.tree["model"] = {"family": family, "flavor": flavor}
         elif section == "shape":
+            if not isinstance(value, str | int | float):
+                self.refused[key] = f"{name} should be one value"
+                return
             model = self.tree.setdefault("model", {})
             model["flavor"] = _NAME
             model.setdefault("flavors", {_NAME: {}})[_NAME][name] = value
@@ -165,11 +170,13 @@ class Import:
                 self.refused[f"shape.{name}"] = f"{model['family']} has no {name}"
         elif model:
             longest = flavors(model["family"]).get(model["flavor"], {}).get("max_seq_len", 0)
-            if 0 < longest < (length := self.tree["training"]["seq_len"]):
+            if 0 < longest < (length := self.tree.get("training", {}).get("seq_len", 0)):
                 model["overrides"] = {"max_seq_len": length}
         for section, field in JobConfig.model_fields.items():  # in the order of the schema
             if found := self.tree.pop(section, None):
-                self.tree[section] = {key: found[key] for key in options_of(_class(field)) if key in found}
+                self.tree[section] = {
+                    key: found[key] for key in options_of(cast(type[BaseModel], field.annotation)) if key in found
+                }
 
     def account(self, unread: list[str]) -> tuple[list[str], list[str]]:
         """A line for each key of the source, by what became of it, and the keys whose effect the run lacks."""
@@ -206,10 +213,6 @@ class Import:
 
 def _field(key: str) -> str:
     return {"from": "from_", "async": "async_"}.get(key, key)  # words of Python
-
-
-def _class(field: Any) -> type[BaseModel]:
-    return cast(type[BaseModel], field.annotation)
 
 
 run = partial(run_command, main)
