@@ -1,5 +1,5 @@
 """Write what follows from the schema: train_configs/schema.json for editors, which complete and check the keys of run
-TOMLs, and docs/settings.md.
+TOMLs, and docs/settings.md; and docs/coming_from.md from the table of other tools' names.
 """
 
 import json
@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))  # the code next to this file, not an installed on
 
 from titan_like.config.load import described_options, purpose_of  # noqa: E402
 from titan_like.config.schema import JobConfig  # noqa: E402
+from titan_like.config.synonyms import Tool, shown_key, tools  # noqa: E402
 from titan_like.models.registry import config_class  # noqa: E402
 
 ABOUT = """A TOML file has a table for each section; on the command line a key is `--section.key VALUE`.
@@ -39,12 +40,47 @@ def settings_page(sections: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+COMING = """`titan-import` turns a settings file of another tool into a TOML:
+
+```bash
+python scripts/import_config.py train_gpt2.py --output my.toml
+python scripts/import_config.py training_args.json --gpus 8 --output my.toml
+```
+
+The file's content tells the tool. The file is read as data and never run: of Python the assignments of literals and
+arithmetic, of a shell script the options and the variables that it assigns. Variables without a value, such as
+arguments of the script, remain as their names. `--gpus` is the number of processes, on which the global batch often
+depends. Every key of the file gets a line: taken, with our key and value; not needed, with the reason; or not there,
+with what the run lacks. What the tool assumes where the file is silent is written out if our default differs. The
+result is checked as a run's settings are, except for the rules about a model that is not on this machine.
+
+The tables show how our settings follow from theirs, as formulas over their names; `gpus` is the number of processes. An
+unknown key in a TOML or on the command line gets its hint from the same tables."""
+
+
+def coming_page(known: Mapping[str, Tool]) -> str:
+    """The page of the documentation with the keys of other tools."""
+    lines = ["<!-- scripts/write_schema.py writes this file. -->", "# Coming from another tool", "", COMING]
+    for tool in known.values():
+        lines += ["", f"## {tool.title}", "", f"| {tool.title} | here |", "|---|---|"]
+        lines += [f"| `{formula}` | `{shown_key(key)}` |" for key, formula in tool.keys.items()]
+        if tool.same:
+            lines += ["", "Other names: " + ", ".join(f"`{old}` is `{new}`" for old, new in tool.same.items()) + "."]
+        for title, reasons in (("not needed", tool.needless), ("not there", tool.missing)):
+            lines += ["", f"| {title} | because |", "|---|---|"]
+            for why in dict.fromkeys(reasons.values()):
+                names = ", ".join(f"`{name.removeprefix('!')}`" for name in reasons if reasons[name] == why)
+                lines.append(f"| {names} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
 def written() -> dict[str, str]:
     """The files' contents by their paths in the repository."""
     sections = {name: field.annotation for name, field in JobConfig.model_fields.items()}
     sections |= {f"model.overrides of {family}": config_class(family) for family in FAMILIES}
     schema = json.dumps(JobConfig.model_json_schema(), indent=2) + "\n"
-    return {"train_configs/schema.json": schema, "docs/settings.md": settings_page(sections)}
+    pages = {"docs/settings.md": settings_page(sections), "docs/coming_from.md": coming_page(tools())}
+    return {"train_configs/schema.json": schema} | pages
 
 
 if __name__ == "__main__":

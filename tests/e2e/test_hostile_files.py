@@ -33,6 +33,7 @@ READS = (
         f"scripts/plot_loss.py {CONFIG}", f"scripts/verify.py {CONFIG}", f"scripts/evaluate.py {CONFIG}",
         f"scripts/generate.py {CONFIG}", f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s",
     )),
+    ("i.toml", TOML, ("scripts/import_config.py i.toml",)),
     ("p.toml", TOML, (f"scripts/plan.py predict {CONFIG} --profile=p.toml",)),
     ("g.toml", TOML, (f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s --grid=g.toml",)),
     ("s/search.json", JSON, (f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s --grid=sizes.toml",)),

@@ -50,6 +50,7 @@ ONLY_CALLED = {
     "kubectl apply": "needs a cluster; the file is there, and tests/e2e/test_kubernetes.py runs what its pods run",
     "kubectl get": "needs a cluster",
     "kubectl logs": "needs a cluster",
+    "scripts/import_config.py": "needs files of other tools; tests/unit/test_import_config.py imports such",
     "scripts/plot_loss.py": "tests/unit/test_loss_curve.py runs it",
     "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",

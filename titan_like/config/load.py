@@ -101,7 +101,8 @@ def edit(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
 
 
 _SECONDS_FOR_RANK_0 = 10
-_VERY_NEAR = 0.8  # similarity from which a key counts as a typo of another, even if a section has a key of its name
+_NEAR = 0.75  # similarity from which a key counts as a typo of another in its section
+_SEVERAL = {"enable", "options", "name", "resume"}  # names that mean something else in each section
 # The user can correct a full disk, or an error about a file outside the package. Any other error is a bug, which shows
 # its traceback.
 _PACKAGE = str(Path(__file__).parents[1])
@@ -349,9 +350,10 @@ def _unknown_key(dotted: str) -> str:
     """The reason for refusing a key that does not exist, with the equivalent, namesake or nearest key as a hint."""
     if hint := hint_for(dotted):
         return f"unknown key; {hint}"
-    keys = [f"{section}.{key}" for section in JobConfig.model_fields for key in _section_fields(section)]
-    dotted = dotted.replace("-", "_")
-    same_name = [key for key in keys if key.endswith("." + dotted.rpartition(".")[2])]
-    if same_name and not difflib.get_close_matches(dotted, keys, 1, _VERY_NEAR):
-        return f"unknown key; did you mean {same_name[0]}?"
-    return unknown("key", dotted, keys, "--help lists them")
+    section, _, key = dotted.replace("-", "_").rpartition(".")
+    keys = {name: list(_section_fields(name)) for name in JobConfig.model_fields}
+    if near := difflib.get_close_matches(key, keys.get(section, []), 1, _NEAR):
+        return f"unknown key; did you mean {section}.{near[0]}?"
+    namesakes = [name for name, names in keys.items() if key in names]
+    nearest = difflib.get_close_matches(section, namesakes, 1, _NEAR) or ([] if key in _SEVERAL else namesakes)
+    return f"unknown key; did you mean {nearest[0]}.{key}?" if nearest else "unknown key; --help lists them"

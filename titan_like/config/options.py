@@ -25,7 +25,9 @@ def as_installed(text: str) -> str:
     """Replace script files (python scripts/plan.py) by installed commands (titan-plan) if this process runs one."""
     if not os.path.basename(sys.argv[0]).startswith("titan-"):
         return text
-    return _FILE_OF_COMMAND.sub(lambda file: f"titan-{file[1].removesuffix('_data').replace('_', '-')}", text)
+    return _FILE_OF_COMMAND.sub(
+        lambda file: f"titan-{file[1].removesuffix('_data').removesuffix('_config').replace('_', '-')}", text
+    )
 
 
 class OptionParser(argparse.ArgumentParser):
