@@ -81,7 +81,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS_FILE
     if not path.exists():
         return {}
-    with user_file(path, blaming("--runs", str(path), "move it away"), "is damaged"):
+    with user_file(path, blaming("run", str(path), "move it away"), "is damaged"):
         sections = parse_json(path.read_text(encoding="utf-8")).items()
         return {f"{section}.{key}": value for section, table in sections for key, value in table.items()}
 

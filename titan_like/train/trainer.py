@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint.best import validation_loss
 from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.data.batch import Batch
@@ -122,12 +123,14 @@ class Trainer:
                 state.save_if_due(is_last)
                 if self.validator.is_due(state.step, state.total_steps):
                     self._validate()
-                    if signals.agreed:
-                        state.finish_save()
-                        if state.step not in state.saved_steps:
-                            state.save_if_due(is_last=True)
+                    if signals.agreed or state.stops_early:
+                        state.save_at_stop()
             if signals.agreed and not state.is_complete:
                 self.console.print(f" stopped by {signal.Signals(signals.agreed).name} after step {state.step}")
+            if state.stops_early and (self.validates_first or state.step > state.start_step):
+                self.console.print(f" {state.described_stop()}")
+            if best := state.described_best():
+                self.console.print(f" {best}")
         except RunError:  # all ranks raise it together, so a save in progress can still complete
             with suppress(SaveError):
                 state.saver.finish()
@@ -298,6 +301,8 @@ class Trainer:
         except Stopped:
             self.console.print(f" a signal leaves the validation at step {self.state.step} to the resumed run")
             return
+        if losses:
+            self.state.add_validation(validation_loss(losses))
         self.log.add_validation(losses, evaluation)
 
     def _end(self, error: BaseException | None) -> RunEnd:
