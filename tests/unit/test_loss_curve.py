@@ -42,7 +42,7 @@ def write_run(folder: Path, losses: list[dict[str, float]], **settings: float) -
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if settings:
         arguments = [f"--optimizer.{key}={value}" for key, value in settings.items()]
-        write_settings(folder, load_config([*arguments, f"--job.dump_folder={folder}"]))
+        write_settings(folder, load_config([*arguments, f"--job.dump_folder={folder}"]), {"processes": 1})
     return folder
 
 

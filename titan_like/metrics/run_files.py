@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,23 @@ def complete_lines(path: Path) -> list[tuple[int, str]]:
     return lines
 
 
-def write_settings(folder: Path, config: JobConfig) -> None:
-    """Write the settings of the latest run to its folder, for comparisons. A full disk does not end the run."""
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl as dictionaries; a value that is not a number of float64's range is None."""
+    records = []
+    for step, line in complete_lines(path):
+        values = json.loads(line).items()
+        numbers = {key: x if isinstance(x, int | float) and abs(x) < 1e300 else None for key, x in values}
+        records.append(numbers | {"step": step})
+    return records
+
+
+def write_settings(folder: Path, config: JobConfig, facts: Mapping[str, Any]) -> None:
+    """Write the settings of the latest run to its folder, with ``facts`` about it as a section [run].
+
+    A full disk does not end the run.
+    """
     with suppress(OSError):
-        _replace(folder / SETTINGS_FILE, json.dumps(config.model_dump(mode="json"), indent=2).encode())
+        _replace(folder / SETTINGS_FILE, json.dumps(config.model_dump(mode="json") | {"run": facts}, indent=2).encode())
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -114,6 +114,8 @@ class Trainer:
                 if not self._is_read_at_once() and not signals.agreed:
                     continue
                 record, unread = self.read_step(issued), None
+                if not isinstance(issued.ended, float):
+                    record.host_lead_s = time.perf_counter() - issued.issued
                 self.profiler.end(record)
                 if record.spike and self.config.health.rewinds and (left_out := state.rewind(record)) is not None:
                     self.log.go_back(record, left_out)
@@ -142,6 +144,8 @@ class Trainer:
             self.log.close(end)
         if end.reason:
             self.console.print(f" {end.reason}")
+        if state.is_complete and state.step > state.start_step:
+            self.log.print_diagnosis(end.reason)
 
     def train_step(self, data: Iterator[Batch]) -> PendingStep:
         """Issue one optimizer step over one global batch, without waiting for the device.
@@ -211,6 +215,7 @@ class Trainer:
             data_time_s=data_time,
             began=began,
             ended=stamp(device),
+            issued=time.perf_counter(),
             values=values,
         )
         self.observer.end_step(issued)
