@@ -4,11 +4,9 @@ Curves are power laws over the summed learning rate, as published ones are, with
 CPU in tests/unit/diagnosed_runs.json.
 """
 
-import json
 import math
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,8 +85,10 @@ HEALTHY: dict[str, tuple[Records, dict[str, Any], int]] = {
     "validation that has flattened": (
         validated(run(1000), lambda done: 3.05 + 0.01 * math.sin(40 * done)), {}, GPT2),
     "recomputation in full memory": (run(500), GPU | {"activation_checkpoint.mode": "full"}, GPT2),
-    "small model, fast enough": (changed(run(500), lambda r: {"peak_memory_bytes": 2**30, "mfu_model": 0.45}), GPU, GPT2),
-    "data late, but the GPU is busy": (changed(run(500), lambda r: {"data_time_s": 0.2, "host_lead_s": 0.2}), GPU, GPT2),
+    "small model, fast enough": (
+        changed(run(500), lambda r: {"peak_memory_bytes": 2**30, "mfu_model": 0.45}), GPU, GPT2),
+    "data late, but the GPU is busy": (
+        changed(run(500), lambda r: {"data_time_s": 0.2, "host_lead_s": 0.2}), GPU, GPT2),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.config.schema import JobConfig
 from titan_like.data.readers.unfinished import removed_unless_renamed
 
-METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.json"
+METRICS_FILE, SETTINGS_FILE, FORECAST_FILE = "metrics.jsonl", "settings.json", "forecast.json"
 
 
 def run_of(path: Path) -> str | None:
@@ -98,6 +98,22 @@ def read_settings(folder: Path) -> dict[str, Any]:
     with user_file(path, blaming("run", str(path), "move it away"), "is damaged"):
         sections = parse_json(path.read_text(encoding="utf-8")).items()
         return {f"{section}.{key}": value for section, table in sections for key, value in table.items()}
+
+
+def write_forecast(folder: Path, comparison: Mapping[str, Any]) -> None:
+    """Write the planner's prediction of a run next to what was measured. A full disk does not end the run."""
+    with suppress(OSError):
+        _replace(folder / FORECAST_FILE, json.dumps(comparison, indent=2).encode())
+
+
+def read_forecast(folder: Path) -> dict[str, Any] | None:
+    """What `write_forecast` has written; None without it."""
+    path = folder / FORECAST_FILE
+    if not path.exists():
+        return None
+    with user_file(path, blaming("run", str(path), "move it away"), "is damaged"):
+        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        return content
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -24,6 +24,7 @@ _ENOUGH = 100  # steps, before a curve says anything about the rate
 _WINDOW, _SPIKE = 128, 7.0  # losses before a step, and standard deviations above their mean that make it a spike
 _SPIKES, _PER_STEPS = 3, 1000  # so many spikes, and one in so many steps
 _RISE, _ERRORS = 0.1, 4.0  # nats above the best tenth of the run, and standard errors of a tenth's median
+_ABOVE = 1.0  # nats, as in `LossWatch`
 _LATE = 0.4  # of what a new run learns, in the second half of its summed rate; a straight line has 0.5
 _OVERFIT = 0.02  # of the lowest validation loss
 _ENTROPY = 0.75  # of the entropy of equal loads; with 8 experts, as if 4.8 had all tokens
@@ -62,8 +63,9 @@ def diagnose_folder(folder: Path) -> list[Finding]:
 
 def _diverged(records: Records, settings: Settings) -> Finding | None:
     """As `LossWatch` judges it while the run trains."""
-    guess = math.log(vocab) if (vocab := settings.get("run.vocab_size")) else math.inf
-    watch = LossWatch(Health(max_consecutive_skips=10**12, max_diverged_steps=0), "cpu", guess=guess)
+    watch = LossWatch(
+        Health(max_consecutive_skips=10**12, max_diverged_steps=0), "cpu", guess=_guess(settings, math.inf)
+    )
     for record in records:
         loss = record.get("loss")
         watch.count(record["step"], math.nan if loss is None else loss, _is_skipped(record))
@@ -71,15 +73,26 @@ def _diverged(records: Records, settings: Settings) -> Finding | None:
     return None if text is None else Finding("diverged", text)
 
 
+def _guess(settings: Settings, unknown: float) -> float:
+    """The loss of uniform guessing; ``unknown`` without the vocabulary's size."""
+    vocab = settings.get("run.vocab_size")
+    return math.log(vocab) if vocab else unknown
+
+
 def _rate_too_high(records: Records, settings: Settings) -> Finding | None:
-    """A loss that rises, or spikes again and again."""
+    """A loss that rises, stands above that of guessing, or spikes again and again."""
     steps, losses = _curve(records, "loss")
     hint = "lower optimizer.lr or raise lr_scheduler.warmup_steps, unless the data changed"
     if len(losses) < _ENOUGH:
         return None
     tenths = np.array_split(losses, 10)
     medians = [float(np.median(tenth)) for tenth in tenths]
-    best = int(np.argmin(medians))
+    best, highest = int(np.argmin(medians)), int(np.argmax(medians))
+    start = max(float(np.median(losses[:5])), _guess(settings, 0.0))
+    if medians[highest] > start + _ABOVE:
+        around = steps[sum(map(len, tenths[:highest]))]
+        text = f"the loss stood at {medians[highest]:.3f} around step {around}, above an untrained model's {start:.3f}"
+        return Finding("rate_too_high", f"the rate may be too high: {text}; {hint}")
     errors = [1.2533 * 1.4826 * float(np.median(abs(t - np.median(t)))) / math.sqrt(len(t)) for t in tenths]
     least = max(_RISE, _ERRORS * math.hypot(errors[best], errors[-1]))
     if min(medians[-2:]) - medians[best] > least:
@@ -139,7 +152,7 @@ def _rate_too_low(records: Records, settings: Settings) -> Finding | None:
             name, f"the rate may be too low: the loss is still {end:.3f}, after {start:.3f} at first; {hint}"
         )
     share = (half - end) / (start - end)
-    if share <= _LATE:
+    if not _LATE < share < 1 - _LATE / 2:
         return None
     text = f"{share:.0%} of the fall from {start:.3f} to {end:.3f} came in the second half of the summed rate"
     return Finding(name, f"the rate may be too low: {text}, {_LATE:.0%} would be much; {hint}")
