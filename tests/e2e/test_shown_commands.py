@@ -32,7 +32,18 @@ from titan_like.train.rules import resolve_settings
 REPO = Path(__file__).parents[2]
 # The installed commands, by the file that is the same in a checkout.
 FILE_OF = {"titan-train": "train.py", "titan-preprocess": "scripts/preprocess_data.py"}
-for _name in ("plan", "verify", "search", "evaluate", "generate", "convert", "compare", "bench-comm", "resumable"):
+for _name in (
+    "plan",
+    "verify",
+    "search",
+    "evaluate",
+    "generate",
+    "convert",
+    "compare",
+    "report",
+    "bench-comm",
+    "resumable",
+):
     FILE_OF[f"titan-{_name}"] = f"scripts/{_name.replace('-', '_')}.py"
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl", "pip", "docker", *FILE_OF)
 # What stands for a file of the reader's, and is made here.
@@ -50,6 +61,7 @@ ONLY_CALLED = {
     "kubectl apply": "needs a cluster; the file is there, and tests/e2e/test_kubernetes.py runs what its pods run",
     "kubectl get": "needs a cluster",
     "kubectl logs": "needs a cluster",
+    "scripts/report.py": "tests/unit/test_report.py runs it",
     "scripts/compare.py": "tests/unit/test_loss_curve.py runs it",
     "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",

@@ -4,9 +4,11 @@ Curves are power laws over the summed learning rate, as published ones are, with
 CPU in tests/unit/diagnosed_runs.json.
 """
 
+import json
 import math
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +104,22 @@ def test_healthy_noise_of_many_seeds_has_no_finding() -> None:
     for seed in range(40):
         for noise in (0.02, 0.1, 0.3):
             assert names(run(300 + 20 * seed, noise=noise, seed=seed), {}) == [], (seed, noise)
+
+
+RECORDED = json.loads(Path(__file__).with_name("diagnosed_runs.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs(name: str) -> None:
+    """240 steps of debug models on a CPU: as they should be; with rates of 1e-6 and 1; on 6 KB of text; unbalanced."""
+    stored = RECORDED[name]
+    columns = {key: values for key, values in stored.items() if isinstance(values, list) and key != "findings"}
+    records = [
+        {"step": step} | {key: values[step - 1] for key, values in columns.items()}
+        | ({"validation_loss": stored["validation_loss"][str(step)]} if str(step) in stored["validation_loss"] else {})
+        for step in range(1, len(stored["loss"]) + 1)
+    ]  # fmt: skip
+    assert names(records, {}, stored["vocab_size"]) == stored["findings"]
 
 
 def explode(record: dict[str, Any]) -> dict[str, Any]:
