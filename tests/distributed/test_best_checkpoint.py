@@ -18,6 +18,7 @@ from titan_like.checkpoint.best import best_of, read_validations, validation_los
 from titan_like.checkpoint.loader import CheckpointWeights, one_checkpoint
 from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps, is_resumable, sweep
 from titan_like.config.errors import ConfigError
+from titan_like.hugging_face.folder import local_folder
 from titan_like.train.training_state import TrainingState
 from titan_like.train.validation import Validator
 
@@ -89,8 +90,11 @@ def resume_all(rank: int, folder: Path, dumps: list[Path]) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize(("ranks", "background"), [(1, False), (2, True)])
-def test_a_run_stops_early_and_keeps_its_best(tmp_path: Path, ranks: int, background: bool) -> None:
+def test_a_run_stops_early_and_keeps_its_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, background: bool
+) -> None:
     base_config(tmp_path, {})
+    monkeypatch.chdir(tmp_path)  # run/best looks like a name on the hub
     dump, settings = tmp_path / "run", {"checkpoint.async": background}
     outcome = collect(train, ranks, tmp_path, dump, settings, LOSSES)[0]
     assert outcome["step"] == 8 and outcome["steps"] == [4, 8]
@@ -102,6 +106,7 @@ def test_a_run_stops_early_and_keeps_its_best(tmp_path: Path, ranks: int, backgr
     assert outcome["resumable"] == (False, f"finished: stopped early at step 8, which is in {dump / 'checkpoint'}")
     for name in (dump / "best", dump / "checkpoint" / "best"):
         assert one_checkpoint(name, "--checkpoint") == checkpoint_path(dump / "checkpoint", 4)
+    assert local_folder("run/best", "model.from") == Path("run/checkpoint/step-4")
     assert one_checkpoint(dump, "--checkpoint") == checkpoint_path(dump / "checkpoint", 8)
     again = collect(train, 1, tmp_path, dump, settings, LOSSES)[0]
     assert again["step"] == 8 and "nothing to train: the run stopped early at step 8" in again["printed"]

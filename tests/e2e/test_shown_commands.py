@@ -41,6 +41,7 @@ for _name in (
     "convert",
     "compare",
     "report",
+    "sweep",
     "bench-comm",
     "resumable",
 ):
@@ -61,6 +62,7 @@ ONLY_CALLED = {
     "kubectl apply": "needs a cluster; the file is there, and tests/e2e/test_kubernetes.py runs what its pods run",
     "kubectl get": "needs a cluster",
     "kubectl logs": "needs a cluster",
+    "scripts/sweep.py": "tests/unit/test_sweep.py runs it",
     "scripts/report.py": "tests/unit/test_report.py runs it",
     "scripts/compare.py": "tests/unit/test_loss_curve.py runs it",
     "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
