@@ -111,7 +111,7 @@ def test_a_run_stops_early_and_keeps_its_best(
     again = collect(train, 1, tmp_path, dump, settings, LOSSES)[0]
     assert again["step"] == 8 and "nothing to train: the run stopped early at step 8" in again["printed"]
     more = collect(train, 1, tmp_path, dump, settings | {"evaluation.patience": 3}, LOSSES)[0]
-    assert more["step"] == 10 and more["steps"] == [4, 10] and more["validations"] == [10, 1.9, 10, 1.9, 0]
+    assert more["step"] == 10 and more["steps"] == [10] and more["validations"] == [10, 1.9, 10, 1.9, 0]
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:

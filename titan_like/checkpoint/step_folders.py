@@ -230,11 +230,16 @@ def complete(folder: Path, step: int, keep_latest: int, keep_best: bool = False)
             os.rename(final, final.with_name(final.name + REPLACED))
         os.rename(unfinished, final)
         flush(folder)
+    prune(folder, step, keep_latest, keep_best)
+
+
+def prune(folder: Path, step: int, keep_latest: int, keep_best: bool) -> None:
+    """Remove what `complete` does not keep, and leftovers. One process calls this while no other writes there."""
     steps = complete_steps(folder)
     earlier = [older for older in steps if older <= step]  # the run may have gone back
     kept = {checkpoint_path(folder, newest) for newest in earlier[-keep_latest:]}
     if keep_latest and keep_best:
-        kept.add(best_of(checkpoint_path(folder, older) for older in earlier) or final)
+        kept.add(best_of(checkpoint_path(folder, older) for older in earlier) or checkpoint_path(folder, step))
     for old in sorted(steps) if keep_latest else []:
         if checkpoint_path(folder, old) not in kept:
             _withdraw(checkpoint_path(folder, old))

@@ -30,6 +30,7 @@ from titan_like.checkpoint.step_folders import (
     checkpoint_path,
     folder_of_settings,
     hugging_face_folder,
+    prune,
     write_validations,
 )
 from titan_like.config.errors import RunError, first_line
@@ -248,9 +249,11 @@ class TrainingState:
 
     def _write_validations(self, validations: Validations) -> None:
         if dist.get_rank() == 0:
-            path = checkpoint_path(self.saver.folder, self.step)
+            path, section = checkpoint_path(self.saver.folder, self.step), self.config.checkpoint
             try:
                 write_validations(path, validations)
+                if section.keep_best and self.losses.consecutive_skips == 0:  # one is no longer the best
+                    prune(self.saver.folder, self.step, section.keep_latest, keep_best=True)
             except OSError as error:
                 self.console.print(f" {path} has no validation loss ({first_line(error)}); training goes on")
 
