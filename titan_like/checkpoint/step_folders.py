@@ -214,7 +214,7 @@ def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: di
         flush(unfinished / name)
         flush((unfinished / name).parent)
     write_run_state(unfinished, run)
-    complete(folder, run.step, keep_latest, keep_best=run.config["checkpoint"].get("keep_best", False))
+    complete(folder, run.step, keep_latest, keep_best=run.config.get("checkpoint", {}).get("keep_best", False))
 
 
 def complete(folder: Path, step: int, keep_latest: int, keep_best: bool = False) -> None:

@@ -84,7 +84,7 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if type(value) is int else shortened(json.dumps(value), 40)
 
 
-def plotted_range(runs: Mapping[str, Curve]) -> tuple[float, float]:
+def plotted_range(runs: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[float, float]:
     """The lowest and the highest loss of a picture of runs.
 
     What a run learns lies below its first loss. Losses above the highest of these, as of a run that has diverged, are
