@@ -25,7 +25,7 @@ port=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("",
 # Reports a wrong setting in one sentence, before processes start.
 WORLD_SIZE=$processes python train.py "${settings[@]}" --job.dry_run true
 torchrun --master_port="$port" --nproc_per_node="$processes" train.py "${settings[@]}"
-python scripts/plot_loss.py "${settings[@]}" || true # a run whose losses are all NaN has no curve
+python scripts/compare.py "${settings[@]}" || true # a run whose losses are all NaN has no curve
 if [ -n "$prompt" ]; then
   echo "--- the trained model continues a prompt ---"
   python scripts/generate.py "${settings[@]}" --prompt "$prompt" --max_new_tokens 300

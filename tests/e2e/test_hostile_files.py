@@ -30,7 +30,7 @@ CONFIG = "--job.config_file=run.toml"
 READS = (
     ("run.toml", TOML, (
         f"train.py {CONFIG}", f"scripts/plan.py predict {CONFIG}", f"scripts/resumable.py {CONFIG}",
-        f"scripts/plot_loss.py {CONFIG}", f"scripts/verify.py {CONFIG}", f"scripts/evaluate.py {CONFIG}",
+        f"scripts/compare.py {CONFIG}", f"scripts/verify.py {CONFIG}", f"scripts/evaluate.py {CONFIG}",
         f"scripts/generate.py {CONFIG}", f"scripts/search.py {CONFIG} --processes=1 --dump_folder=s",
     )),
     ("i.toml", TOML, ("scripts/import_config.py i.toml",)),
@@ -136,11 +136,11 @@ def test_a_damaged_file_next_to_tensors_is_a_sentence_and_settings_json_is_repla
     assert json.loads(Path("new/settings.json").read_text())["training"]["steps"] == 2
 
 
-@pytest.mark.parametrize("command", ["train.py", "scripts/plan.py", "scripts/generate.py", "scripts/plot_loss.py"])
+@pytest.mark.parametrize("command", ["train.py", "scripts/plan.py", "scripts/generate.py", "scripts/compare.py"])
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_output_of_another_encoding_replaces_what_it_lacks(files, monkeypatch, capfd, command, encoding):
     calls = [["--help"]]
-    calls += [[CONFIG, "--job.dry_run"]] if command == "train.py" else [[CONFIG]] if "plot" in command else []
+    calls += [[CONFIG, "--job.dry_run"]] if command == "train.py" else [[CONFIG]] if "compare" in command else []
     for arguments in calls:
         output = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))

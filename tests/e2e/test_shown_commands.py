@@ -32,7 +32,19 @@ from titan_like.train.rules import resolve_settings
 REPO = Path(__file__).parents[2]
 # The installed commands, by the file that is the same in a checkout.
 FILE_OF = {"titan-train": "train.py", "titan-preprocess": "scripts/preprocess_data.py"}
-for _name in ("plan", "verify", "search", "evaluate", "generate", "convert", "plot-loss", "bench-comm", "resumable"):
+for _name in (
+    "plan",
+    "verify",
+    "search",
+    "evaluate",
+    "generate",
+    "convert",
+    "compare",
+    "report",
+    "sweep",
+    "bench-comm",
+    "resumable",
+):
     FILE_OF[f"titan-{_name}"] = f"scripts/{_name.replace('-', '_')}.py"
 PROGRAMS = ("python", "torchrun", "sbatch", "kubectl", "pip", "docker", *FILE_OF)
 # What stands for a file of the reader's, and is made here.
@@ -51,7 +63,9 @@ ONLY_CALLED = {
     "kubectl get": "needs a cluster",
     "kubectl logs": "needs a cluster",
     "scripts/import_config.py": "needs files of other tools; tests/unit/test_import_config.py imports such",
-    "scripts/plot_loss.py": "tests/unit/test_loss_curve.py runs it",
+    "scripts/sweep.py": "tests/unit/test_sweep.py runs it",
+    "scripts/report.py": "tests/unit/test_report.py runs it",
+    "scripts/compare.py": "tests/unit/test_loss_curve.py runs it",
     "scripts/preprocess_data.py": "tests/e2e/test_blend.py runs it as the page shows it",
     "scripts/convert.py": "needs a checkpoint of minutes; options only, tests/unit/test_hugging_face_files.py converts",
     "benchmarks/planner_accuracy.py": "takes a minute; options only",

@@ -20,7 +20,8 @@ from tests.e2e.scripts import REPO
 SMALL = [*short(3, batch=4, warmup=1), "--metrics.log_interval=1"]
 COMMANDS = {
     *("titan-train", "titan-plan", "titan-verify", "titan-evaluate", "titan-generate", "titan-convert"),
-    *("titan-preprocess", "titan-plot-loss", "titan-search", "titan-bench-comm", "titan-resumable", "titan-import"),
+    *("titan-preprocess", "titan-compare", "titan-report", "titan-sweep", "titan-search", "titan-bench-comm"),
+    *("titan-resumable", "titan-import"),
 }
 # A checkout compiles and converts as well.
 TINY = [

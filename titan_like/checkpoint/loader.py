@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from titan_like.checkpoint import step_folders
+from titan_like.checkpoint.best import names_best
 from titan_like.checkpoint.reader import TensorReader
 from titan_like.config.errors import ConfigError, RunError, first_line, require
 from titan_like.config.paths import unreadable_reason
@@ -293,6 +294,8 @@ def one_checkpoint(path: Path, key: str) -> Path:
 
 def reason_without_checkpoints(path: Path, hint: str) -> str:
     """Why a path is not a folder of checkpoints, as the predicate of a sentence that ends with ``hint``."""
+    if names_best(path):
+        return "no checkpoint in that folder has a validation loss; train with checkpoint.keep_best, or leave out /best"
     if is_checkpoint(path):
         return f"is a checkpoint itself; leave out checkpoint.load_step, or name the folder {path.parent}"
     if (path / "config.json").is_file():

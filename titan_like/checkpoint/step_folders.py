@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from zlib import crc32
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from titan_like.checkpoint.best import VALIDATION_FILE, Validations, best_of, names_best, read_validations
 from titan_like.config.errors import first_line
 from titan_like.config.paths import check_folder, parse_json, unreadable_reason
 from titan_like.config.schema import JobConfig, Training
@@ -68,6 +69,7 @@ class RunState:
     loss_levels: dict[str, float] = field(default_factory=dict)  # `titan_like.train.health.LossWatch.levels`
     phases: list[tuple[_Count, list[str], list[_Count]]] = field(default_factory=list)  # see `data.blend.Phase`
     base: dict[str, str] = field(default_factory=dict)  # "folder" and "fingerprint" under adapters; "adapters"
+    validations: Validations | None = None  # up to this step, its own included if there was one; see `best`
 
     def progress(self, training: Training) -> tuple[int, int, int]:
         """The steps and samples so far, and the batch size in which a resumed run's schedule counts."""
@@ -109,7 +111,15 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def newest_in(path: Path) -> Path:
-    """The newest checkpoint of a run's dump folder or folder of checkpoints; any other path itself."""
+    """The newest checkpoint of a run's dump folder or folder of checkpoints; any other path itself.
+
+    For either folder followed by /best, it is the one with the lowest validation loss, if there is one.
+    """
+    if names_best(path):
+        for folder in (path.parent, path.parent / "checkpoint"):
+            if best := best_of(checkpoint_path(folder, step) for step in complete_steps(folder)):
+                return best
+        return path
     is_run = all(unreadable_reason(path / marker) == "does not exist" for marker in _MARKERS)
     for folder in (path, path / "checkpoint") if is_run else ():
         if steps := complete_steps(folder):
@@ -158,13 +168,25 @@ def read_run_state(path: Path) -> RunState:
             raise ValueError(f"{RUN_FILE} is not a run's: its config lacks what [{section}] was")
     if step_of(path) not in (None, run.step):
         raise ValueError(f"{RUN_FILE} is of step {run.step}, and its folder is {path.name}")
-    return run
+    return replace(run, validations=read_validations(path) or run.validations)
 
 
 def write_run_state(path: Path, run: RunState) -> None:
     """Write `run.json` of a checkpoint whose tensors are on disk."""
     numbers = asdict(run) | {"metadata_crc32": crc32((path / _DESCRIPTION).read_bytes())}
     write_durably(path / RUN_FILE, _as_json(numbers | {"crc32": crc32(_as_json(numbers).encode())}))
+
+
+def write_validations(path: Path, validations: Validations) -> None:
+    """Add the validation of its step to a complete checkpoint; a crash leaves either nothing of it or all."""
+    text = json.dumps(asdict(validations))
+    if isinstance(path, RemotePath):
+        (path / VALIDATION_FILE).write_bytes(text.encode())
+        return
+    with removed_unless_renamed(path / f"{VALIDATION_FILE}{UNFINISHED}") as unfinished:
+        write_durably(unfinished, text)
+        os.rename(unfinished, path / VALIDATION_FILE)
+    flush(path)
 
 
 def _as_json(numbers: dict[str, Any]) -> str:
@@ -184,19 +206,22 @@ def begin_checkpoint(folder: Path, step: int) -> None:
 def complete_checkpoint(folder: Path, run: RunState, keep_latest: int, files: dict[str, bytes]) -> None:
     """Give a checkpoint whose tensors are on disk its final name, as `complete` does, after adding ``files``."""
     unfinished = unfinished_path(folder, run.step)
+    if run.validations is not None and run.validations.step == run.step:
+        files = files | {VALIDATION_FILE: json.dumps(asdict(run.validations)).encode()}
     for name, content in files.items():
         (unfinished / name).parent.mkdir(exist_ok=True)
         (unfinished / name).write_bytes(content)
         flush(unfinished / name)
         flush((unfinished / name).parent)
     write_run_state(unfinished, run)
-    complete(folder, run.step, keep_latest)
+    complete(folder, run.step, keep_latest, keep_best=run.config.get("checkpoint", {}).get("keep_best", False))
 
 
-def complete(folder: Path, step: int, keep_latest: int) -> None:
+def complete(folder: Path, step: int, keep_latest: int, keep_best: bool = False) -> None:
     """Give a folder whose files are on disk its final name. One process calls this.
 
-    If ``keep_latest`` is above 0, keep only the newest folders up to this one, that many in total.
+    If ``keep_latest`` is above 0, keep only the newest folders up to this one, that many in total, and with
+    ``keep_best`` also the one with the lowest validation loss.
     """
     final, unfinished = checkpoint_path(folder, step), unfinished_path(folder, step)
     flush(unfinished)
@@ -205,10 +230,19 @@ def complete(folder: Path, step: int, keep_latest: int) -> None:
             os.rename(final, final.with_name(final.name + REPLACED))
         os.rename(unfinished, final)
         flush(folder)
+    prune(folder, step, keep_latest, keep_best)
+
+
+def prune(folder: Path, step: int, keep_latest: int, keep_best: bool) -> None:
+    """Remove what `complete` does not keep, and leftovers. One process calls this while no other writes there."""
     steps = complete_steps(folder)
-    kept = [older for older in steps if older <= step][-keep_latest:]  # the run may have gone back
-    for old in sorted(set(steps) - set(kept)) if keep_latest else []:
-        _withdraw(checkpoint_path(folder, old))
+    earlier = [older for older in steps if older <= step]  # the run may have gone back
+    kept = {checkpoint_path(folder, newest) for newest in earlier[-keep_latest:]}
+    if keep_latest and keep_best:
+        kept.add(best_of(checkpoint_path(folder, older) for older in earlier) or checkpoint_path(folder, step))
+    for old in sorted(steps) if keep_latest else []:
+        if checkpoint_path(folder, old) not in kept:
+            _withdraw(checkpoint_path(folder, old))
     sweep(folder)
 
 
@@ -311,6 +345,8 @@ def is_resumable(config: JobConfig) -> tuple[bool, str]:
     newest = max(complete_steps(folder), default=0)
     with suppress(OSError, ValueError):
         state = read_run_state(checkpoint_path(folder, newest))
+        if state.validations and state.validations.used_up(config.evaluation.patience):
+            return False, f"finished: stopped early at step {newest}, which is in {folder}"
         so_far = state.progress(training)[:2]
         training = in_samples(training, state.epoch_samples)
     total = total_steps(training, *so_far)

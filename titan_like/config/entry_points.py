@@ -153,11 +153,7 @@ def wrong_names(settings: Mapping[str, Any]) -> Iterator[ConfigError]:
             continue
 
 
-def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
-    return _all_installed(path).select(group=group)
-
-
 @lru_cache(maxsize=16)
-def _all_installed(_path: tuple[str, ...]) -> EntryPoints:
-    """The entry points of all packages on the path, each of which has a file to read: once for all groups."""
-    return entry_points()
+def _installed(group: str, _path: tuple[str, ...]) -> EntryPoints:
+    """The entry points of all packages on the path, each of which has a file to read."""
+    return entry_points(group=group)

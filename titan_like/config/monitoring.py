@@ -101,6 +101,9 @@ class Evaluation(Surroundings):
 
     interval: StepCount = option(0, "steps between validations; 0 turns validation off")
     steps: StepNumber = option(10, "global batches per validation")
+    patience: StepCount = option(
+        0, "stop early after this many validations in a row without a lower validation loss than the best; 0: never"
+    )
     sets: Annotated[list[ValidationSet], BeforeValidator(lambda x: [x] if isinstance(x, dict) else x)] = option(
         [],
         "validation sets, each a table [[evaluation.sets]] with a name and paths, besides the validation split of the "
@@ -126,6 +129,11 @@ class Checkpoint(Surroundings):
         "stop", "what to do if a checkpoint cannot be written (full disk); the last one's failure always stops the run"
     )
     keep_latest: StepCount = option(0, "number of checkpoints, and of Hugging Face folders, to keep; 0 keeps all")
+    keep_best: bool = option(
+        False,
+        "save whenever a validation's loss is the lowest so far, and keep that checkpoint in addition to keep_latest; "
+        "FOLDER/best, as in --checkpoint outputs/run/best, reads it",
+    )
     hugging_face_interval: StepCount = option(
         0,
         "steps between folders of weights for transformers and vLLM, <job.dump_folder or checkpoint.folder>/"

@@ -57,8 +57,8 @@ def local_folder(name: str, key: str, weights: bool = True) -> Path:
             return with_small_files(path)
         copies = fetch([f"{glob.escape(str(path))}/{pattern}" for pattern in _PATTERNS], key)
         return copies[0].parent
-    if not is_on_hub(name):
-        return newest_in(path)
+    if (newest := newest_in(path)) != path or not is_on_hub(name):  # outputs/best is a run's best checkpoint
+        return newest
     reason = "no such folder, nor can the Hugging Face hub give it"
     patterns, needed = (_PATTERNS, (WEIGHTS_FILE, INDEX_FILE)) if weights else (_SMALL, (CONFIG_FILE,))
     return from_hub(name, patterns, needed, key, reason, "name a folder that is there")

@@ -15,7 +15,9 @@ from titan_like.metrics.run_files import METRICS_FILE, complete_lines, read_sett
 _BARS = " ▁▂▃▄▅▆▇█"
 _MARKS = "ox+*#%&=abcdefghijklmnpqrstuvwyz"  # ASCII, so that every terminal shows them
 _SEVERAL = "@"
-_AMOUNTS = ("consumed_tokens", "step_time_s")
+_SKIPS = ("skipped", "nan", "spike")
+_AMOUNTS = ("consumed_tokens", "step_time_s", "tokens_per_second", "mfu_model", *_SKIPS)
+_FLAT = 2.0  # losses above the usual ones are left out of a picture if they would make its range this much larger
 _PLACES = ("job.dump_folder", "job.config_file", "job.description", "metrics.run_name")  # differ in every run
 
 Curve = list[tuple[int, float]]
@@ -40,7 +42,10 @@ def _read(path: Path) -> defaultdict[str, Curve]:
 
 
 def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """A table of runs, by row and name of the run: losses, tokens, training seconds, and settings that differ."""
+    """A table of runs, by row and name of the run: losses, tokens, rates, skipped steps, and settings that differ.
+
+    Rates are medians of steps.
+    """
     rows = defaultdict[str, dict[str, Any]](dict)
     settings = {name: read_settings(folder) for name, folder in folders.items()}
     figures = {name: _read(folder / METRICS_FILE) for name, folder in folders.items()}
@@ -50,9 +55,14 @@ def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
             best = min(((loss, step) for step, loss in curves[key] if not isnan(loss)), default=(None, None))
             rows[f"best {key}"][name], rows[f"step of best {key}"][name] = best
     for name, curves in figures.items():
-        tokens, seconds = ([amount for _, amount in curves[key] if not isnan(amount)] for key in _AMOUNTS)
-        rows["tokens"][name] = max(tokens, default=None)
-        rows["seconds"][name] = sum(seconds)
+        amounts = {key: [amount for _, amount in curves[key] if not isnan(amount)] for key in _AMOUNTS}
+        rows["tokens"][name] = max(amounts["consumed_tokens"], default=None)
+        rows["seconds"][name] = sum(amounts["step_time_s"])
+        for row, key in (("tokens per second", "tokens_per_second"), ("MFU", "mfu_model")):
+            rows[row][name] = median(amounts[key]) if amounts[key] else None
+        rows["skipped steps"][name] = int(sum(sum(amounts[key]) for key in _SKIPS))
+    if not any(rows["MFU"].values()):
+        del rows["MFU"]
     for key in sorted({*chain(*settings.values())} - {*_PLACES}):
         values = {name: of_run.get(key) for name, of_run in settings.items() if of_run}
         if any(value != next(iter(values.values())) for value in values.values()):
@@ -74,6 +84,27 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if type(value) is int else shortened(json.dumps(value), 40)
 
 
+def plotted_range(runs: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """The lowest and the highest loss of a picture of runs.
+
+    What a run learns lies below its first loss. Losses above the highest of these, as of a run that has diverged, are
+    left out if they would flatten the rest.
+    """
+    losses = [loss for curve in runs.values() for _, loss in curve]
+    low, high, usual = min(losses), max(losses), max(curve[0][1] for curve in runs.values())
+    return low, usual if low < usual and high - low > _FLAT * (usual - low) else high
+
+
+def above_picture(runs: Mapping[str, Curve]) -> list[str]:
+    """A sentence about each run with losses above `plotted_range`."""
+    high, sentences = plotted_range(runs)[1], []
+    for name, curve in runs.items():
+        if above := [(loss, step) for step, loss in curve if loss > high]:
+            peak, first = max(above)[0], min(step for _, step in above)
+            sentences.append(f"{name} is above the picture in {len(above)} steps from {first} on, up to {peak:.4g}")
+    return sentences
+
+
 def text_curves(runs: Mapping[str, Curve], width: int = 72, height: int = 16, colours: bool = False) -> str:
     """The curves of runs in one ASCII plot, each with its own mark; a column is the median of its steps.
 
@@ -88,11 +119,11 @@ def text_curves(runs: Mapping[str, Curve], width: int = 72, height: int = 16, co
         for step, loss in curve:
             in_column[(step - first) * width // (last - first + 1)].append(loss)
         drawn.append({column: median(losses) for column, losses in in_column.items()})
-    low, high = (extreme(chain(*(columns.values() for columns in drawn))) for extreme in (min, max))
+    low, high = plotted_range({name: [*columns.items()] for name, columns in zip(runs, drawn, strict=True)})
     cells = dict[tuple[int, int], str]()
     for mark, columns, colour in zip(cycle(_MARKS), drawn, cycle(range(31, 37))):
         for column, value in columns.items():
-            cell = round((value - low) / ((high - low) or 1.0) * (height - 1)), column
+            cell = round(min(1.0, (value - low) / ((high - low) or 1.0)) * (height - 1)), column
             text = f"\x1b[{colour}m{mark}\x1b[0m" if colours else mark
             cells[cell] = _SEVERAL if cells.get(cell, text) != text else text
     rows = ["".join(cells.get((row, column), " ") for column in range(width)).rstrip() for row in range(height)]
@@ -104,8 +135,8 @@ def text_curve(losses: Sequence[tuple[int, float]], width: int = 72, height: int
     width = max(1, min(width, len(losses)))
     edges = [len(losses) * column // width for column in range(width + 1)]
     columns = [median(loss for _, loss in losses[a:b]) for a, b in pairwise(edges)]
-    low, high = min(columns), max(columns)
-    eighths = [1 + (value - low) / ((high - low) or 1.0) * (8 * height - 1) for value in columns]
+    low, high = plotted_range({"": [*enumerate(columns)]})
+    eighths = [1 + min(1.0, (value - low) / ((high - low) or 1.0)) * (8 * height - 1) for value in columns]
     rows = ["".join(_BARS[round(min(max(e - 8 * row, 0), 8))] for e in eighths) for row in range(height)]
     return _with_axes([f"┤{row}" for row in rows], low, high, losses[0][0], losses[-1][0], width)
 
@@ -136,6 +167,9 @@ def draw_losses(runs: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
             means = [sum(window) / len(window) for window in nearby]
             panel.plot(steps, values, color=color, linewidth=0.8, alpha=0.25)
             panel.plot(steps, means, color=color, linewidth=1.6, label=name)
+    low, high = plotted_range({name: curves["loss"] for name, curves in runs.items()})
+    if any(loss > high for curves in runs.values() for _, loss in curves["loss"]):
+        panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     panel.set(xlabel="step", ylabel="loss, nats per token")
     panel.legend()
     panel.grid(alpha=0.3)

@@ -27,6 +27,7 @@ class StepRecord:
     spike: int | None = None  # only with spike detection: 1 if the update was skipped because of a loss spike
     num_zeros: float | None = None  # gradient elements that are exactly 0, on logged steps
     loss_scale: float | None = None  # float16 only
+    host_lead_s: float | None = None  # on a GPU, on steps read at once: from being issued to being done and read
     losses: dict[str, float] = field(default_factory=dict)  # see `named_losses`
     experts: dict[str, float] = field(default_factory=dict)  # `titan_like.parallel.expert_balance.FIGURES`
     sources: dict[str, float] = field(default_factory=dict)  # for a blend: samples and epochs, on logged steps
@@ -37,7 +38,7 @@ class StepRecord:
         flat: dict[str, Any] = {}
         for key, value in asdict(self).items():
             flat |= value if isinstance(value, dict) else {key: value}
-        optional = ("spike", "num_zeros", "loss_scale")
+        optional = ("spike", "num_zeros", "loss_scale", "host_lead_s")
         return {key: value for key, value in flat.items() if value is not None or key not in optional}
 
 

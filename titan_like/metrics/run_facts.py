@@ -40,6 +40,22 @@ def run_facts(config: JobConfig, model: TransformerConfig, layout: Layout) -> di
     }
 
 
+def measured_facts(model: TransformerConfig, layout: Layout) -> dict[str, Any]:
+    """What a comparison or a diagnosis of metrics needs to know besides the settings; memory is None on a CPU."""
+    import torch  # not needed to check settings
+
+    from titan_like.metrics.hardware import device_name, memory_bytes
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "device": device_name(device) or "CPU",
+        "device_memory_bytes": memory_bytes(device),
+        "processes": layout.num_processes,
+        "parameters": model.num_parameters(),
+        "vocab_size": model.vocab_size,
+    }
+
+
 def _commit() -> str | None:
     """The commit of the git checkout that the job was started in."""
     with suppress(OSError, subprocess.SubprocessError):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from titan_like.config.paths import blaming, parse_json, user_file
 from titan_like.config.schema import JobConfig
 from titan_like.data.readers.unfinished import removed_unless_renamed
 
-METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "settings.json"
+METRICS_FILE, SETTINGS_FILE, FORECAST_FILE = "metrics.jsonl", "settings.json", "forecast.json"
 
 
 def run_of(path: Path) -> str | None:
@@ -70,10 +71,23 @@ def complete_lines(path: Path) -> list[tuple[int, str]]:
     return lines
 
 
-def write_settings(folder: Path, config: JobConfig) -> None:
-    """Write the settings of the latest run to its folder, for comparisons. A full disk does not end the run."""
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl as dictionaries; a value that is not a number of float64's range is None."""
+    records = []
+    for step, line in complete_lines(path):
+        values = json.loads(line).items()
+        numbers = {key: x if isinstance(x, int | float) and abs(x) < 1e300 else None for key, x in values}
+        records.append(numbers | {"step": step})
+    return records
+
+
+def write_settings(folder: Path, config: JobConfig, facts: Mapping[str, Any]) -> None:
+    """Write the settings of the latest run to its folder, with ``facts`` about it as a section [run].
+
+    A full disk does not end the run.
+    """
     with suppress(OSError):
-        _replace(folder / SETTINGS_FILE, json.dumps(config.model_dump(mode="json"), indent=2).encode())
+        _replace(folder / SETTINGS_FILE, json.dumps(config.model_dump(mode="json") | {"run": facts}, indent=2).encode())
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -81,9 +95,25 @@ def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS_FILE
     if not path.exists():
         return {}
-    with user_file(path, blaming("--runs", str(path), "move it away"), "is damaged"):
+    with user_file(path, blaming("run", str(path), "move it away"), "is damaged"):
         sections = parse_json(path.read_text(encoding="utf-8")).items()
         return {f"{section}.{key}": value for section, table in sections for key, value in table.items()}
+
+
+def write_forecast(folder: Path, comparison: Mapping[str, Any]) -> None:
+    """Write the planner's prediction of a run next to what was measured. A full disk does not end the run."""
+    with suppress(OSError):
+        _replace(folder / FORECAST_FILE, json.dumps(comparison, indent=2).encode())
+
+
+def read_forecast(folder: Path) -> dict[str, Any] | None:
+    """What `write_forecast` has written; None without it."""
+    path = folder / FORECAST_FILE
+    if not path.exists():
+        return None
+    with user_file(path, blaming("run", str(path), "move it away"), "is damaged"):
+        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        return content
 
 
 def _replace(path: Path, content: bytes) -> None:

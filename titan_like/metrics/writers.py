@@ -21,7 +21,7 @@ from titan_like.config.errors import ConfigError, first_line, printable, require
 from titan_like.config.monitoring import Metrics
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.flops import Throughput
-from titan_like.metrics.run_facts import run_facts, run_name
+from titan_like.metrics.run_facts import measured_facts, run_facts, run_name
 from titan_like.metrics.run_files import METRICS_FILE, own_file, write_settings
 from titan_like.models.config import TransformerConfig
 from titan_like.parallel.layout import Layout
@@ -48,7 +48,7 @@ def build_writers(
     """The writers that [metrics] enables, without an earlier attempt's records after ``start_step``; see `go_back`."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_settings(folder, config)
+    write_settings(folder, config, measured_facts(model, layout))
     goes_back = start_step == config.checkpoint.load_step
     writers: list[Writer] = [JsonLinesWriter(folder / METRICS_FILE, start_step, run_id, goes_back)]
     trackers = config.metrics.tensorboard or config.metrics.wandb or config.metrics.mlflow
@@ -91,7 +91,7 @@ def _groups() -> dict[str, str]:
     from titan_like.metrics.timeline_report import TimelineFigures
     from titan_like.parallel.expert_balance import FIGURES
 
-    rates = "step_time_s", "data_time_s", *(field.name for field in fields(Throughput))
+    rates = "step_time_s", "data_time_s", "host_lead_s", *(field.name for field in fields(Throughput))
     timeline = [field.name for field in fields(TimelineFigures)]
     groups = {"throughput": rates, "timeline": timeline, "experts": FIGURES, "memory": ["peak_memory_bytes"]}
     return {key: group for group, keys in groups.items() for key in keys}

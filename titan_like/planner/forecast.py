@@ -3,12 +3,14 @@
 import os
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from titan_like.config.errors import require
 from titan_like.config.load import edit
 from titan_like.metrics.hardware import device_name
 from titan_like.metrics.record import StepRecord
+from titan_like.metrics.run_files import write_forecast
 from titan_like.planner.predict import Forecast, predict_layout
 from titan_like.planner.stack import named_profile
 from titan_like.train.environment import environment_number
@@ -48,7 +50,19 @@ class StepForecast:
         if not isinstance(self._forecast, Forecast):
             return self._forecast
         measured = statistics.median(self._seconds), record.peak_memory_bytes
-        return describe(self._forecast, self._run.device.type == "cuda", record.step, *measured)
+        on_gpu = self._run.device.type == "cuda"
+        comparison = {
+            "steps": f"steps {record.step - MEASURED + 1} to {record.step}",
+            "profile": self._forecast.profile.name,
+            "predicted_seconds": self._forecast.time.total,
+            "measured_seconds": measured[0],
+            "seconds_low": self._forecast.seconds_low,
+            "seconds_high": self._forecast.seconds_high,
+            "predicted_memory_bytes": predicted_memory(self._forecast, on_gpu),
+            "measured_memory_bytes": measured[1],
+        }
+        write_forecast(Path(self._run.config.job.dump_folder), comparison)
+        return describe(self._forecast, on_gpu, record.step, *measured)
 
     def _predict(self) -> Forecast | str | None:
         """The forecast, a sentence that says why there is none, or None if no forecast was asked for."""
@@ -78,11 +92,15 @@ def predicted(run: Run, global_batch_size: int) -> Forecast | None:
     return predict_layout(config, run.model, run.layout, profile)
 
 
+def predicted_memory(forecast: Forecast, on_gpu: bool) -> float:
+    """Memory of rank 0 as it is measured: the tensors' on a GPU, the whole process's on a CPU. In bytes."""
+    first = forecast.memory.ranks[0]
+    return first.total - first.overhead if on_gpu else first.total
+
+
 def describe(forecast: Forecast, on_gpu: bool, step: int, seconds: float, memory_bytes: int) -> str:
     """The prediction next to the measurement, with a warning if they differ by more than the error band."""
-    first = forecast.memory.ranks[0]
-    # Measured memory is the tensors' on a GPU, and the whole process's on a CPU.
-    memory = first.total - first.overhead if on_gpu else first.total
+    memory = predicted_memory(forecast, on_gpu)
     off, memory_off = forecast.time.total / seconds - 1, memory / memory_bytes - 1
     line = (
         f" steps {step - MEASURED + 1} to {step}: {forecast.time.total:.4g} s predicted, {seconds:.4g} s measured "

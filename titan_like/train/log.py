@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
 from titan_like.checkpoint.changes import changes
+from titan_like.config.errors import ConfigError
 from titan_like.data.loading.lengths import sample_length
 from titan_like.data.text.tokenizer import describe_vocabulary
 from titan_like.metrics.console import Console, LineContext, format_log_line, format_sources, format_validation
@@ -17,6 +20,7 @@ from titan_like.optim.schedule import describe_warmup
 from titan_like.parallel.compile_scope import compile_scope, compile_seconds
 from titan_like.parallel.expert_balance import FIGURES
 from titan_like.parallel.lora import adapter_parameters
+from titan_like.train.diagnosis import diagnose_folder
 from titan_like.train.pending_step import PendingStep, StepValues
 from titan_like.train.setup import Run, describe_run
 from titan_like.train.training_state import TrainingState
@@ -152,6 +156,14 @@ class RunLog:
         )
         self._unlogged.clear()
         go_back(self.writers, self.state.step)
+
+    def print_diagnosis(self, known: str) -> None:
+        """Print what is wrong with the run that has ended, except what is ``known``, on rank 0."""
+        with suppress(ConfigError, OSError):  # metrics that cannot be read fail no run
+            folder = Path(self.run.config.job.dump_folder)
+            for finding in diagnose_folder(folder) if self.writers else []:
+                if finding.text not in known:
+                    self.console.print(f" {finding.text}")
 
     def close(self, end: RunEnd) -> None:
         """Close the console and the writers of a run that ends."""

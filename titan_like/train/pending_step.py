@@ -36,6 +36,7 @@ class PendingStep:
     data_time_s: float
     began: Any  # stamps of `titan_like.parallel.timeline`
     ended: Any
+    issued: float  # `time.perf_counter` when the host had issued the step
     values: torch.Tensor  # `StepValues` as float64 [8 + terms], in the host's memory once `ended` has passed
 
     def read(self) -> tuple[StepValues, float]:

@@ -176,6 +176,12 @@ def _check_health(config: JobConfig) -> None:
 def _check_evaluation(config: JobConfig) -> None:
     section = config.evaluation
     names = [part.name for part in section.sets]
+    keeps_best, key = config.checkpoint.keep_best, "checkpoint.keep_best"
+    refuse(config,
+        (keeps_best and not config.checkpoint.enable, key, "needs checkpoints; set checkpoint.enable to true"),
+        (keeps_best and not section.interval, key, "compares validation losses; set evaluation.interval"),
+        (section.patience and not section.interval, "evaluation.patience",
+         "counts validations, but there is none; set evaluation.interval"))  # fmt: skip
     reason = "are scored at each validation, but there is none; set evaluation.interval"
     for key, value in (("datasets", section.datasets), ("sets", names)):
         require(not value or section.interval, f"evaluation.{key}", value, reason)

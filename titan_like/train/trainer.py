@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint.best import validation_loss
 from titan_like.checkpoint.saver import SaveError
 from titan_like.config.errors import ConfigError, RunError, first_line
 from titan_like.data.batch import Batch
@@ -113,6 +114,8 @@ class Trainer:
                 if not self._is_read_at_once() and not signals.agreed:
                     continue
                 record, unread = self.read_step(issued), None
+                if not isinstance(issued.ended, float):
+                    record.host_lead_s = time.perf_counter() - issued.issued
                 self.profiler.end(record)
                 if record.spike and self.config.health.rewinds and (left_out := state.rewind(record)) is not None:
                     self.log.go_back(record, left_out)
@@ -122,12 +125,14 @@ class Trainer:
                 state.save_if_due(is_last)
                 if self.validator.is_due(state.step, state.total_steps):
                     self._validate()
-                    if signals.agreed:
-                        state.finish_save()
-                        if state.step not in state.saved_steps:
-                            state.save_if_due(is_last=True)
+                    if signals.agreed or state.stops_early:
+                        state.save_at_stop()
             if signals.agreed and not state.is_complete:
                 self.console.print(f" stopped by {signal.Signals(signals.agreed).name} after step {state.step}")
+            if state.stops_early and (self.validates_first or state.step > state.start_step):
+                self.console.print(f" {state.described_stop()}")
+            if best := state.described_best():
+                self.console.print(f" {best}")
         except RunError:  # all ranks raise it together, so a save in progress can still complete
             with suppress(SaveError):
                 state.saver.finish()
@@ -139,6 +144,8 @@ class Trainer:
             self.log.close(end)
         if end.reason:
             self.console.print(f" {end.reason}")
+        if state.is_complete and state.step > state.start_step:
+            self.log.print_diagnosis(end.reason)
 
     def train_step(self, data: Iterator[Batch]) -> PendingStep:
         """Issue one optimizer step over one global batch, without waiting for the device.
@@ -208,6 +215,7 @@ class Trainer:
             data_time_s=data_time,
             began=began,
             ended=stamp(device),
+            issued=time.perf_counter(),
             values=values,
         )
         self.observer.end_step(issued)
@@ -298,6 +306,8 @@ class Trainer:
         except Stopped:
             self.console.print(f" a signal leaves the validation at step {self.state.step} to the resumed run")
             return
+        if losses:
+            self.state.add_validation(validation_loss(losses))
         self.log.add_validation(losses, evaluation)
 
     def _end(self, error: BaseException | None) -> RunEnd:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titan_like.checkpoint.best import BEST, Validations
 from titan_like.checkpoint.changes import schedule_of
 from titan_like.checkpoint.checks import saved_state
 from titan_like.checkpoint.loader import (
@@ -24,7 +25,14 @@ from titan_like.checkpoint.loader import (
     resume,
 )
 from titan_like.checkpoint.saver import SaveError, Saver
-from titan_like.checkpoint.step_folders import RunState, checkpoint_path, folder_of_settings, hugging_face_folder
+from titan_like.checkpoint.step_folders import (
+    RunState,
+    checkpoint_path,
+    folder_of_settings,
+    hugging_face_folder,
+    prune,
+    write_validations,
+)
 from titan_like.config.errors import RunError, first_line
 from titan_like.data.loading.batch_size import total_steps
 from titan_like.data.loading.blend import Phase
@@ -70,6 +78,7 @@ class TrainingState:
         self.losses = self.new_watch()
         self.saver = Saver(run.checkpoint_folder, config.checkpoint, hugging_face_folder(config), self._export)
         self.save_is_due = self.export_is_due = False
+        self.validations: Validations | None = None  # counted only if a setting depends on them
         self.saved_steps: set[int] = set()  # saved by this process since it started
         self.rewinds: Counter[int] = Counter()  # step of a checkpoint → how often the run went back to it
         self.data: BackgroundLoader | None = None  # of this process's part of the training samples
@@ -95,16 +104,39 @@ class TrainingState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run's last step has been taken."""
-        return self.step >= self.total_steps
+        """Whether the run's last step has been taken, or it has stopped early."""
+        return self.step >= self.total_steps or self.stops_early
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether validations without a lower loss have used up `evaluation.patience`."""
+        return self.validations is not None and self.validations.used_up(self.config.evaluation.patience)
 
     def described_end(self) -> str:
         """Why a run whose checkpoint is complete has nothing left to train, as a clause."""
         training = self.config.training
+        if self.stops_early:
+            return f"the run {self.described_stop()}"
         message = f"the checkpoint is at step {self.step} of {self.total_steps}"
         if training.steps is None:
             message += f", {self.consumed_samples} samples; a batch of {training.global_batch_size} is not left"
         return message
+
+    def described_stop(self) -> str:
+        """Why the run stops early, as a predicate."""
+        assert self.validations is not None
+        loss, patience = self.validations.best_loss, self.config.evaluation.patience
+        best = "none" if loss is None else f"{loss:.4f}, of step {self.validations.best_step}"
+        known = f"{self.validations.since} validations without a loss below the best ({best})"
+        return f"stopped early at step {self.step}: {known}, and evaluation.patience is {patience}"
+
+    def described_best(self) -> str | None:
+        """Where the best checkpoint is, as a sentence; None if none is kept."""
+        best, folder = self.validations, self.saver.folder
+        if not self.config.checkpoint.keep_best or best is None or best.best_loss is None:
+            return None
+        path = checkpoint_path(folder, best.best_step)
+        return f"lowest validation loss: {best.best_loss:.4f}, in {path}; read it as --checkpoint {folder / BEST}"
 
     @property
     def loss_scale(self) -> torch.Tensor | float:
@@ -194,10 +226,44 @@ class TrainingState:
             schedule=self.schedule,
             epoch_samples=len(self.run.datasets["train"]),
             base=self.base,
+            validations=self.validations,
         )
         self.saver.save(tensors, state, saves, exports)
         if is_last or not section.async_:
             self.finish_save(is_last)
+
+    def add_validation(self, loss: float) -> None:
+        """Count the validation of this step, and keep it with the step's checkpoint, which is saved now if the ``loss``
+        is the lowest so far and `checkpoint.keep_best` is set. A validation that is repeated after a crash counts once.
+        """
+        section = self.config.checkpoint
+        before = self.validations or Validations()
+        if before.step == self.step or not (section.keep_best or self.config.evaluation.patience):
+            return
+        self.validations = before.add(self.step, loss)
+        self.finish_save()
+        if self.step in self.saved_steps or (self.resumed is not None and self.step == self.resumed.step):
+            self._write_validations(self.validations)
+        elif section.keep_best and self.validations.since == 0 and self.losses.consecutive_skips == 0:
+            self.save()
+
+    def _write_validations(self, validations: Validations) -> None:
+        if dist.get_rank() == 0:
+            path, section = checkpoint_path(self.saver.folder, self.step), self.config.checkpoint
+            try:
+                write_validations(path, validations)
+                if section.keep_best and self.losses.consecutive_skips == 0:  # one is no longer the best
+                    prune(self.saver.folder, self.step, section.keep_latest, keep_best=True)
+            except OSError as error:
+                self.console.print(f" {path} has no validation loss ({first_line(error)}); training goes on")
+
+    def save_at_stop(self) -> None:
+        """Save what is not saved yet of a run that ends after a validation: by a signal, or early."""
+        self.finish_save()
+        interval = self.config.checkpoint.hugging_face_interval
+        self.export_is_due |= self.stops_early and interval > 0 and self.step % interval > 0
+        if self.step not in self.saved_steps or self.export_is_due:
+            self.save_if_due(is_last=True)
 
     def _readers(self) -> dict[str, list[int]]:
         """The offsets of the dataset's readers, of all ranks."""
@@ -263,6 +329,7 @@ class TrainingState:
         self.resumed = state
         self.step, self.consumed_samples, self.schedule_batch_size = state.progress(self.config.training)
         self.consumed_tokens, self.skipped_steps = state.consumed_tokens, state.skipped_steps
+        self.validations = state.validations
         if self.scaler is not None:
             self.scaler = LossScaler(self.run.device, state.loss_scale, good_steps=state.loss_scale_good_steps)
         self.losses = self.new_watch(state.recent_losses, state.consecutive_skips, levels=state.loss_levels)

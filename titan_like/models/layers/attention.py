@@ -76,7 +76,7 @@ class AttentionCore(nn.Module):
         width, padding = v.shape[3], k.shape[3] - v.shape[3]
         if padding > 0:
             return self.attend(q, k, F.pad(v, (0, padding)), document_mask, bias)[..., :width]
-        if padding < 0:
+        if padding < 0 and self.scale is not None:  # or else the padded width would set the scale
             q, k = (F.pad(x, (0, -padding)) for x in (q, k))
         return self.attend(q, k, v, document_mask, bias)
 

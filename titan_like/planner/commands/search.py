@@ -158,7 +158,7 @@ def run_as_toml(config: JobConfig, num_gpus: int, path: Path, head: list[str]) -
     """
     tree = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     tree.setdefault("job", {}).pop("config_file", None)
-    tree["parallelism"].pop("auto", None)
+    tree.get("parallelism", {}).pop("auto", None)
     cluster, per_node = tree.setdefault("cluster", {}), config.cluster.gpus_per_node
     cluster.pop("nodes", None)
     if per_node is not None and num_gpus % per_node == 0:

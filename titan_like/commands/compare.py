@@ -1,8 +1,8 @@
-"""Show a run's loss: python scripts/plot_loss.py --job.config_file train_configs/debug_gpt.toml
+"""Compare runs, or show one run's loss: python scripts/compare.py outputs/a outputs/b
 
-Prints the curve and, if matplotlib is installed, draws it with validation curves in loss.png in the run's folder, or in
---out. --runs outputs/a outputs/b draws several runs in one plot, with a table of losses, tokens, time and settings that
-differ.
+Prints the curves in one plot and a table: losses, tokens, tokens per second, MFU, skipped steps and the settings that
+differ. If matplotlib is installed, it draws them with validation curves in loss.png in the first folder, or in --out.
+Instead of folders, a run's settings (--job.config_file FILE.toml) name its job.dump_folder.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from titan_like.config import load_config
 from titan_like.config.errors import printable, require
 from titan_like.config.load import run_command
-from titan_like.config.options import OptionParser, check_output_file, write_json
+from titan_like.config.options import OptionParser, check_output_file, path_option, write_json
 from titan_like.metrics import loss_curve
 from titan_like.metrics.run_files import METRICS_FILE
 from titan_like.metrics.timeline_plot import can_draw, check_picture
@@ -23,12 +23,12 @@ from titan_like.metrics.timeline_plot import can_draw, check_picture
 def main(argv: list[str]) -> int:
     """Print the curves, and draw them if that is possible."""
     parser = OptionParser(description=__doc__)
-    parser.add_path("--runs", "folders of runs to draw together (default: the folder of the settings)", nargs="+")
     parser.add_path("--out", "where to draw it (default: loss.png in the first run's folder)", "FILE.png")
     parser.add_path("--json", "file to write the table to")
-    options, settings = parser.parse_known_args(argv)
-    paths = [Path(folder) for folder in options.runs or [load_config(settings).job.dump_folder]]
-    key = "--runs" if options.runs else "job.dump_folder"
+    options, words = parser.parse_known_args(argv)
+    are_folders = len(words) > 0 and not any(word.startswith("-") for word in words)
+    paths = [Path(path_option(word)) for word in words] if are_folders else [Path(load_config(words).job.dump_folder)]
+    key = "run" if are_folders else "job.dump_folder"
     folders = {_name(folder, paths): folder for folder in paths}
     runs = {name: _curves(folder, key) for name, folder in folders.items()}
     width = min(100, shutil.get_terminal_size().columns - 10)
@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
         print(loss_curve.text_curve(next(iter(losses.values())), width))
     else:
         print(loss_curve.text_curves(losses, width, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    for sentence in loss_curve.above_picture(losses):
+        print(sentence)
     rows = loss_curve.compare_runs(folders) if len(runs) > 1 or options.json else {}
     if len(runs) > 1:
         print(loss_curve.text_table(rows, list(runs)))
