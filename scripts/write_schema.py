@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the code next to this file, not an installed one
 
+from titan_like.config.formulas import names_in  # noqa: E402
 from titan_like.config.load import described_options, purpose_of  # noqa: E402
 from titan_like.config.schema import JobConfig  # noqa: E402
 from titan_like.config.synonyms import Tool, shown_key, tools  # noqa: E402
@@ -54,8 +55,8 @@ depends. Every key of the file gets a line: taken, with our key and value; not n
 with what the run lacks. What the tool assumes where the file is silent is written out if our default differs. The
 result is checked as a run's settings are, except for the rules about a model that is not on this machine.
 
-The tables show how our settings follow from theirs, as formulas over their names; `gpus` is the number of processes. An
-unknown key in a TOML or on the command line gets its hint from the same tables."""
+The tables show from which of their keys each of our settings follows; `gpus` is the number of processes. An unknown key
+in a TOML or on the command line gets its hint from the same tables."""
 
 
 def coming_page(known: Mapping[str, Tool]) -> str:
@@ -63,7 +64,8 @@ def coming_page(known: Mapping[str, Tool]) -> str:
     lines = ["<!-- scripts/write_schema.py writes this file. -->", "# Coming from another tool", "", COMING]
     for tool in known.values():
         lines += ["", f"## {tool.title}", "", f"| {tool.title} | here |", "|---|---|"]
-        lines += [f"| `{formula}` | `{shown_key(key)}` |" for key, formula in tool.keys.items()]
+        for key, formula in tool.keys.items():
+            lines.append(f"| {', '.join(f'`{name}`' for name in names_in(formula))} | `{shown_key(key)}` |")
         if tool.same:
             lines += ["", "Other names: " + ", ".join(f"`{old}` is `{new}`" for old, new in tool.same.items()) + "."]
         for title, reasons in (("not needed", tool.needless), ("not there", tool.missing)):
