@@ -146,6 +146,6 @@ def test_a_url_is_no_path_in_an_option(name: str, monkeypatch: pytest.MonkeyPatc
     for parser, option in options:
         for url in BAD if option in URL_OPTIONS.get(name, ()) else URLS:
             with pytest.raises(ConfigError) as error:
-                parser.parse_known_args([f"{option}={url}"])
+                parser.parse_known_args([f"{option}={url}" if option else url])
             assert option in str(error.value) and url in str(error.value), option
             assert REFUSED.format(scheme(url)) in str(error.value)

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from titan_like.models.layers.init import generator_of
 from titan_like.parallel.layout import Layout
@@ -80,8 +81,7 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
         place = f"after {event[0]} in step {event[3]}, {ranks}, microbatch {number}"
         kept, keys = drawn != 0, drawn.shape[-1] if is_attention else 1
         scale = drawn[kept].double().mean().item() * keys
-        has_own_features = event[0] in split_by_columns
-        draws.append(Draw(*event, place, tensor_rank, digest(before), kept, scale, has_own_features))
+        draws.append(Draw(*event, place, tensor_rank, digest(before), kept, scale, bool(row_split)))
         return result
 
     def recorded_dropout(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -95,11 +95,18 @@ def recorded_draws(trainer: Trainer) -> Iterator[list[Draw]]:
         redo = partial(attention, torch.zeros_like(q), torch.zeros_like(k), units, **plain)
         return record(True, partial(attention, q, k, v, **options), redo)
 
-    split_by_columns = set[str]()
+    row_split = set[str]()  # the module in which the model is, if it is one of these
+
+    def enter(name: str, module: nn.Module, *_: Any) -> None:
+        sites.append(name)
+        row_split.clear()
+        if isinstance(module, RowLinear):
+            row_split.add(name)
+
     for stage in trainer.model.stages:
         for name, module in stage.module.named_modules():
-            split_by_columns |= {name} if isinstance(module, RowLinear) else set()
-            module.register_forward_pre_hook(lambda m, i, name=name: sites.append(name))
+            module.register_forward_pre_hook(partial(enter, name))
+            module.register_forward_hook(lambda *_: row_split.clear())
     recorded = patch.object(F, "scaled_dot_product_attention", recorded_attention)
     with patch.object(F, "dropout", recorded_dropout), recorded:
         yield draws

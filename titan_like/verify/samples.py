@@ -117,14 +117,12 @@ def training_samples(config: JobConfig) -> Samples:
 
 
 def validation_samples(config: JobConfig) -> Samples:
-    """Held-out samples: between one and two global batches, and no multiple of the microbatches of all ranks."""
+    """Held-out samples: between one and two global batches. The last round of all ranks' microbatches lacks one."""
     batch, model = config.training.global_batch_size, model_config(config.model)
-    size = batch + max(1, batch // 2 - 1)
     unit = config.training.micro_batch_size * Layout.of(config.parallelism).data_parallel
+    size = batch + (batch // 2 // unit * unit + unit - 1 if unit > 1 else max(1, batch // 2 - 1))
     if "choice" in model.predictions:
         size -= size % NUM_OPTIONS
-    elif unit > 1 and size % unit == 0:
-        size += 1
     return Samples(config, model, 2 * config.job.seed + 1, size)
 
 
