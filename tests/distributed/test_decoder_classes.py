@@ -27,6 +27,7 @@ from titan_like.train.trainer import Trainer
 from titan_like.verify.watch import steps_alone
 
 STEPS, BATCH, SEQ, VOCAB = 30, 4, 24, 300
+EVEN = {"n_groups": 2, "num_local_experts": 6, "num_experts": 6}  # for two processes
 RECURRENT = ("qwen3_next", "granitemoehybrid", "nemotron_h")
 CONTEXT = "ZeRO 3, context 2"
 LAYOUTS: dict[str, dict[str, Any]] = {  # of 4 processes
@@ -62,7 +63,7 @@ def train(rank: int, layouts: dict[str, Any], settings: dict[str, Any]) -> dict[
 @pytest.mark.parametrize("name", CASES | RARE)
 def test_training_in_layouts_equals_transformers(name: str, tmp_path: Path) -> None:
     model_type, fields = (CASES | RARE)[name]
-    fields = {key: 6 if "num" in key and "experts" in key and value == 5 else value for key, value in fields.items()}
+    fields = fields | {key: EVEN[key] for key in fields.keys() & EVEN}
     random_folder(model_type, fields | {"vocab_size": VOCAB}, tmp_path / "hf")
     source = open_hugging_face(tmp_path / "hf", "--input")
     has_experts = getattr(source.model, "num_experts", 0) > 0
