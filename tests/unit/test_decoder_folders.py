@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from tests.float64 import in_float64
 from tests.unit import test_decoder_hugging_face as folders
@@ -18,6 +19,8 @@ from tests.unit.test_decoder_hugging_face import close, exact_model, files_of, r
 from tests.unit.transformers_cases import (
     CASES,
     CHUNKED,
+    DELTA,
+    EXPERTS,
     SEQ,
     SMALL,
     SMALL_SHAPE,
@@ -91,6 +94,8 @@ def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
         "olmo3",
         "phi3",
         "phimoe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
     ):  # which read no table like this one
         yarn, dead = (
             YARN | {"partial_rotary_factor": 1.0},
@@ -104,6 +109,7 @@ def test_what_is_ignored_transformers_ignores_too(model_type: str) -> None:
 
 QWEN_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": 48}
 AXES = {"rope_type": "default", "rope_theta": 900.0}
+QWEN_NEXT = DELTA | {"sliding_window": None, "head_dim": 24}
 MODELS_WITH_IMAGES = {  # the class around, and fields of the text's model
     "gemma3": ("Gemma3", {"num_key_value_heads": 1, "final_logit_softcapping": 3.0}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "rope_parameters": YARN}),
@@ -113,15 +119,20 @@ MODELS_WITH_IMAGES = {  # the class around, and fields of the text's model
         "Qwen3VL",
         {"attention_bias": True, "rope_parameters": AXES | {"mrope_section": [4, 3, 3], "mrope_interleaved": True}},
     ),
+    "qwen3_5": ("Qwen3_5", QWEN_NEXT | {"rope_parameters": AXES | {"mrope_section": [1, 1, 1]}}),
+    "qwen3_5_moe": ("Qwen3_5Moe", QWEN_NEXT | EXPERTS | {"moe_intermediate_size": 24, "rope_parameters": AXES}),
     "llama4": ("Llama4", CHUNKED | {"num_local_experts": 3, "floor_scale": 3, "sliding_window": None}),
 }
 VISION = {
     "Qwen2_5_VL": QWEN_VISION | {"fullatt_block_indexes": [0]},
     "Qwen3VL": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    "Qwen3_5": QWEN_VISION,
+    "Qwen3_5Moe": QWEN_VISION,
     "Llama4": dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)
     | {"intermediate_size": 128},
 }
-ROOTS = {"Qwen2_5_VL": "visual", "Qwen3VL": "visual", "Llama4": "multi_modal_projector, vision_model"}
+ROOTS = dict.fromkeys(("Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe"), "visual")
+ROOTS |= {"Llama4": "multi_modal_projector, vision_model"}
 
 
 def with_images(folder: Path, name: str = "gemma3") -> torch.nn.Module:
@@ -191,8 +202,31 @@ def test_the_text_of_a_model_with_images_goes_back_by_name(
     with torch.no_grad(), in_float64():
         alone = exact_model(tmp_path / "alone")
         text = MODELS_WITH_IMAGES[name][1].get("model_type", name.partition("_")[0].replace("_vl", "")).capitalize()
-        text = {"Qwen2_5_VL": "Qwen2", "Qwen3VL": "Qwen3"}.get(around, text)
+        text = {"Qwen2_5_VL": "Qwen2", "Qwen3VL": "Qwen3"}.get(around, around if "Qwen3_5" in around else text)
         assert type(alone).__name__ == f"{text}ForCausalLM" and close(alone(tokens).logits, exact)
+
+
+def test_experts_that_a_file_has_together_are_read_and_go_back_together(tmp_path: Path) -> None:
+    """Qwen3.5 as it is published; transformers writes one tensor for each expert."""
+    random_folder(*CASES["qwen3_5_moe_text"], tmp_path / "hf")
+    source = open_hugging_face(tmp_path / "hf", "--input")
+    plain, together = files_of(tmp_path / "hf"), {}
+    for layer in range(SMALL["num_hidden_layers"]):
+        experts = f"model.layers.{layer}.mlp.experts."
+        of_each = [
+            [plain.pop(f"{experts}{expert}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            for expert in range(6)
+        ]
+        together[f"{experts}gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in of_each])
+        together[f"{experts}down_proj"] = torch.stack([down for _, _, down in of_each])
+    expected = {stored.name: source.read(stored) for stored in source.stored_parameters(source.model)}
+    save_file(plain | together, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    joined = open_hugging_face(tmp_path / "hf", "--input")
+    for stored in joined.stored_parameters(joined.model):
+        assert torch.equal(joined.read(stored), expected[stored.name]), stored.name
+    weights = CheckpointWeights(from_hugging_face(joined, tmp_path / "run"))
+    to_hugging_face(weights, tmp_path / "back", None, 10**9, "none")
+    same(files_of(tmp_path / "back"), plain | together)
 
 
 @pytest.mark.slow

@@ -227,6 +227,15 @@ CASES = {
         | {"layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")]}
         | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}},
     ),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        WIDE | DELTA | {"attention_bias": True, "layer_types": ["full_attention", *["linear_attention"] * 3]}
+        | {"tie_word_embeddings": True, "rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}, "head_dim": 24},
+    ),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        WIDE | EXPERTS | DELTA | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "head_dim": 24},
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         SMALL | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40}

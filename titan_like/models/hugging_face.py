@@ -67,6 +67,7 @@ class Stored:
     # in pairs. Here the first rows of all pairs come before the second ones.
     pairs: tuple[int, int, int] | None = None
     is_buffer: bool = False  # not trained, but part of the model's state
+    otherwise: Stored | None = None  # where it is in files that do not have the sources, but those of this one
 
     @property
     def key(self) -> str:
@@ -75,6 +76,8 @@ class Stored:
 
     def among(self, names: Collection[str]) -> Stored:
         """The same in files with tensors of these names: without absent copies, or in a copy for an absent source."""
+        if self.otherwise is not None and self.otherwise.sources.keys() <= set(names):
+            return self.otherwise
         copies = tuple(copy for copy in self.copies if copy in names)
         if copies and not self.sources.keys() & names:
             return replace(self, sources={copies[0]: next(iter(self.sources.values()))}, copies=copies[1:])

@@ -29,7 +29,7 @@ NAMES = {
     "latent.q_norm": "self_attn.q_a_layernorm", "latent.kv_norm": "self_attn.kv_a_layernorm",
     "latent.kv_a": "self_attn.kv_a_proj_with_mqa", "latent.kv_b": "self_attn.kv_b_proj",
     # Of gated delta nets.
-    "delta.qkvz": "linear_attn.in_proj_qkvz", "delta.ba": "linear_attn.in_proj_ba",
+    "delta.matrix": "linear_attn.in_proj_{}",
     "delta.conv": "linear_attn.conv1d.weight", "delta.a_log": "linear_attn.A_log",
     "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
     # Of Mamba-2.
@@ -91,8 +91,10 @@ class Class:
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
     transposed_experts: Literal["", "in turn", "in halves"] = ""
+    may_join_experts: bool = False  # files may have all experts in two tensors, as the class has, and not one by one
     has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
+    delta_matrices: tuple[str, ...] = ("qkvz", "ba")  # what the rows of each are; these are ordered by head
     others: tuple[str, ...] = ()  # how names of tensors begin that files have and the class leaves out
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first
     outer_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text's fields, where they are not these

@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_like.models.decoder.class_row import BIAS, GRANITE_SCALES, HEAD_SIZE, MLP_BIAS, NAMES, QK_HEAD, Class
+from titan_like.models.decoder.class_row import (
+    BIAS,
+    GRANITE_SCALES,
+    HEAD_SIZE,
+    IN_LANGUAGE_MODEL,
+    MLP_BIAS,
+    NAMES,
+    QK_HEAD,
+    Class,
+)
 from titan_like.models.decoder.config import FULL, DecoderConfig, LayerKind
 from titan_like.models.decoder.expert_fields import BY_STEP, auxiliary_loss, experts, shared_width
 from titan_like.models.decoder.fields import Layers, activation, head_size
@@ -188,10 +197,14 @@ _OF_OTHER_LAYERS = frozenset(
     use_mamba_kernels
     """.split()  # noqa: SIM905
 )
+_MATRICES = ("gate", "up", "down")
+_IN_FOUR = ("qkv", "z", "b", "a")
+_QUARTER = DeltaLayers(rope=Rope(fraction=("partial_rotary_factor", 0.25)))
 # fmt: off
 _GRANITE_MOE = next(row for row in MOE_CLASSES if row.name == "GraniteMoeSharedForCausalLM")
+_SILU = choice("activation", "hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+_SHARED_EXPERT = {f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in _MATRICES}
 _PARTS = {name: theirs.partition(".") for name, theirs in NAMES.items()}
-_MATRICES = ("gate", "up", "down")
 HYBRID_CLASSES = (
     Class(
         "Qwen3NextForCausalLM", ("qwen3_next",), (151936, 2048, 5632, 48, 16, 2, 32768),
@@ -201,9 +214,27 @@ HYBRID_CLASSES = (
             shared_width("shared_expert_intermediate_size", 512), auxiliary_loss(dense=BY_STEP),
             renamed("renormalize", "norm_topk_prob", True),
         ),
-        activation=choice("activation", "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        layers=DeltaLayers(rope=Rope(fraction=("partial_rotary_factor", 0.25))), dense=BY_STEP, others=("model.mtp.",),
-        names={f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        activation=_SILU,
+        layers=_QUARTER, dense=BY_STEP, others=("model.mtp.",), names=_SHARED_EXPERT,
+    ),
+    Class(
+        "Qwen3_5ForCausalLM", ("qwen3_5_text", "qwen3_5"), (248320, 4096, 12288, 32, 16, 4, 32768),
+        QK_HEAD | {"norm_offset": True}, (head_size(256), BIAS),
+        fixed=(fixed("attn_output_gate", True, is_written=False),), activation=_SILU, layers=_QUARTER,
+        delta_matrices=_IN_FOUR, others=("model.mtp.",), outer="Qwen3_5ForConditionalGeneration",
+        renamed=IN_LANGUAGE_MODEL,
+    ),
+    Class(
+        "Qwen3_5MoeForCausalLM", ("qwen3_5_moe_text", "qwen3_5_moe"), (248320, 2048, 512, 40, 16, 2, 32768),
+        QK_HEAD | {"norm_offset": True, "shared_expert_gate": True},
+        (
+            head_size(256), BIAS, *experts("num_experts", 256, 8, "moe_intermediate_size", 512),
+            shared_width("shared_expert_intermediate_size", 512), auxiliary_loss(),
+        ),
+        fixed=(fixed("attn_output_gate", True, is_written=False),), activation=_SILU, layers=_QUARTER,
+        delta_matrices=_IN_FOUR, may_join_experts=True, others=("model.mtp.",),
+        outer="Qwen3_5MoeForConditionalGeneration",
+        renamed=IN_LANGUAGE_MODEL, names=_SHARED_EXPERT,
     ),
     Class(
         "GraniteMoeHybridForCausalLM", ("granitemoehybrid",), (32000, 4096, 11008, 32, 32, 0, 2048),
@@ -211,7 +242,7 @@ HYBRID_CLASSES = (
             *GRANITE_SCALES, HEAD_SIZE, BIAS,
             Field(_read_mlps, _write_mlps, "num_experts", ("num_local_experts",)),
         ),
-        activation=choice("activation", "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
+        activation=_SILU,
         layers=GraniteLayers(), may_be_dense=True, ignored=frozenset({"mamba_chunk_size"}),
         names={**_GRANITE_MOE.names, **{f"mlp.{part}": _GRANITE_MOE.names[f"mlp.shared.{part}"] for part in _MATRICES}},
     ),

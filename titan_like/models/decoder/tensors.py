@@ -35,7 +35,7 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
         if parts == "mlp":
             pass
         elif isinstance(mixer, DeltaMixer):
-            yield from _delta_net(config, mixer, ours, theirs)
+            yield from _delta_net(config, row, mixer, ours, theirs)
         elif isinstance(mixer, MambaMixer):
             yield from _mamba(config, mixer, ours, theirs)
         elif isinstance(mixer, LatentMixer):
@@ -63,13 +63,25 @@ def _norm(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Stored]:
         yield from linear(ours, theirs, (config.hidden_size,), config.norm == "layer")
 
 
-def _delta_net(config: DecoderConfig, mixer: DeltaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+def _delta_net(
+    config: DecoderConfig, row: Class, mixer: DeltaMixer, ours: str, theirs: dict[str, str]
+) -> Iterator[Stored]:
     ours, hidden, groups, heads = f"{ours}attention.", config.hidden_size, mixer.key_heads, mixer.value_heads
     keys, values = groups * mixer.key_head_size, heads * mixer.value_head_size
-    yield from linear(f"{ours}qkvz", theirs["delta.qkvz"], (2 * (keys + values), hidden), False)
-    yield from linear(f"{ours}ba", theirs["delta.ba"], (2 * heads, hidden), False)
-    conv = whole(f"{ours}core.conv", theirs["delta.conv"], (2 * keys + values, 1, mixer.conv_size))
-    yield replace(conv, parts=(keys, keys, values), groups=groups)  # in the files all queries' channels come first
+    widths = {"q": keys, "k": keys, "b": heads, "a": heads}  # all others are of values
+    for name, parts in {"qkvz": (keys, keys, values, values), "ba": (heads, heads)}.items():
+        of_both = [one for one in row.delta_matrices if (one in "ba") == (name == "ba")]
+        rows = {theirs["delta.matrix"].format(one): sum(widths.get(part, values) for part in one) for one in of_both}
+        sources = {f"{source}.weight": (size, hidden) for source, size in rows.items()}
+        is_ours = of_both == [name]  # and has our order
+        yield Stored(
+            f"{ours}{name}.weight", (sum(parts), hidden), sources, () if is_ours else parts, 1 if is_ours else groups
+        )
+    conv = {theirs["delta.conv"]: (2 * keys + values, 1, mixer.conv_size)}  # all queries' channels come first
+    if "{}" in theirs["delta.conv"]:
+        conv = {theirs["delta.conv"].format(one): (widths.get(one, values), 1, mixer.conv_size) for one in "qkv"}
+    shape = (2 * keys + values, 1, mixer.conv_size)
+    yield Stored(f"{ours}core.conv", shape, conv, (keys, keys, values), groups)
     for name in ("a_log", "dt_bias"):
         yield whole(f"{ours}core.{name}", theirs[f"delta.{name}"], (heads,))
     yield from linear(f"{ours}norm", theirs["delta.norm"], (mixer.value_head_size,), False)
@@ -184,9 +196,15 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
         for part in ("weight", "bias") if config.expert_bias else ("weight",):
             size = sizes[part]
             label, shape = f"{ours}mlp.experts.{name}.{part}", (experts * rows, *size[1:])
+            joined, times = {"gate": ((ffn,), 2), "up": ((ffn, None), 2), "down": ((), 1)}[name]  # gate above up
             if "{}" in source:
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
-                yield Stored(label, shape, dict.fromkeys(tensors, size))
+                one = Stored(label, shape, dict.fromkeys(tensors, size))
+                if row.may_join_experts:
+                    tensor = source.partition("{}")[0] + ("down_proj" if name == "down" else "gate_up_proj")
+                    of_all = {tensor: (experts, times * rows, columns)}
+                    one = replace(one, otherwise=Stored(label, shape, of_all, is_stacked=True, taken=joined))
+                yield one
             elif row.transposed_experts:
                 halves: list[tuple[int | None, ...]] = [(ffn,), (ffn, None)]
                 if row.transposed_experts == "in turn":
@@ -194,10 +212,9 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
                 taken, times = {"gate": (halves[0], 2), "up": (halves[1], 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
                 yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
-            else:  # gate above up
-                taken, times = {"gate": ((ffn,), 2), "up": ((ffn, None), 2), "down": ((), 1)}[name]
+            else:
                 sources = {f"{source}.{part}": (experts, times * rows, *size[1:])}
-                yield Stored(label, shape, sources, is_stacked=True, taken=taken)
+                yield Stored(label, shape, sources, is_stacked=True, taken=joined)
     if config.num_shared_experts:
         yield from _mlp(config, f"{ours}mlp.shared", "mlp.shared", theirs, config.shared_width)
     if config.shared_expert_gate:
