@@ -28,7 +28,7 @@ from titan_like.verify.watch import steps_alone
 
 STEPS, BATCH, SEQ, VOCAB = 30, 4, 24, 300
 EVEN = {"n_groups": 2, "num_local_experts": 6, "num_experts": 6}  # for two processes
-RECURRENT = ("qwen3_next", "granitemoehybrid", "nemotron_h")
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "granitemoehybrid", "nemotron_h")
 CONTEXT = "ZeRO 3, context 2"
 LAYOUTS: dict[str, dict[str, Any]] = {  # of 4 processes
     "tensor 2, pipeline 2": tensor(2, True) | pipeline(2),

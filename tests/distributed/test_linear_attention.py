@@ -1,4 +1,4 @@
-"""Layers with a gated delta net or Mamba-2 in parallel layouts, on packed documents."""
+"""Layers with a gated delta net, Kimi's or Mamba-2 in parallel layouts, on packed documents."""
 
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ PACKED = {"data.reset_attention_mask": True, "data.reset_position_ids": True}
 HYBRID = {"model.family": "decoder", "model.flavor": "debug_linear"} | PACKED
 SHARDS = {"parallelism.data_parallel_shard_degree": 2}
 NEXT, GRANITE = {"model.flavor": "qwen3_next_80b_a3b"}, {"model.flavor": "granite4_h_small"}
+KIMI = {"model.flavor": "kimi_linear_48b_a3b"}
 MAMBA = {"model.flavor": "debug_mamba"}
 EXPERTS = {"parallelism.expert_parallel_degree": 2} | SHARDS
 CONTEXT = {"parallelism.context_parallel_degree": 2}
@@ -34,6 +35,8 @@ def verify(folder: Path, settings: dict[str, Any]) -> str:
         pytest.param(tensor(2) | pipeline(2) | SHARDS | zero(3), id="tensor, pipeline, zero 3"),
         pytest.param(tensor(2, sequence_parallel=True) | SHARDS | zero(1), id="sequence, zero 1"),
         pytest.param(NEXT | tensor(2, sequence_parallel=True) | EXPERTS, id="Qwen3-Next, tensor, experts"),
+        pytest.param(KIMI | tensor(2, sequence_parallel=True) | EXPERTS, id="Kimi Linear, sequence, experts"),
+        pytest.param(KIMI | tensor(2, True) | pipeline(2) | SHARDS | zero(3), id="Kimi Linear, pipeline, zero 3"),
         pytest.param(MAMBA | tensor(2) | pipeline(2) | SHARDS | zero(3), id="Mamba-2, tensor, pipeline, zero 3"),
         pytest.param(MAMBA | tensor(2, sequence_parallel=True) | SHARDS | zero(3), id="Mamba-2, sequence, zero 3"),
         pytest.param(GRANITE | tensor(2, sequence_parallel=True) | EXPERTS, id="Granite 4, tensor, experts"),

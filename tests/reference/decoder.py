@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.reference.delta_net import delta_net
+from tests.reference.delta_net import delta_net, kimi_delta
 from tests.reference.linear import Linear, Weights, linear_of
 from tests.reference.rope import frequency_of, latent_factor, magnitude
 from tests.reference.state_space import mamba2
@@ -70,7 +70,7 @@ def decode(fields: Fields, weights: Weights, sample: Sample, linear: Linear | No
     return _Decoder(fields, weights, sample, linear).run()
 
 
-_MIXERS = {"gated_delta_net": delta_net, "mamba2": mamba2}
+_MIXERS = {"gated_delta_net": delta_net, "kimi_delta": kimi_delta, "mamba2": mamba2}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: x / (1 + (-x).exp()),
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,

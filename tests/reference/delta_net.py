@@ -1,4 +1,4 @@
-"""The gated delta net (arXiv 2412.06464, equation 10) by definition: loops over positions and heads.
+"""The gated delta net (arXiv 2412.06464, equation 10) and Kimi's (arXiv 2510.26692) by definition, in loops.
 
 It imports nothing of the product. Weights have the product's names and order of rows.
 """
@@ -39,6 +39,31 @@ def delta_net(
     return linear("proj", torch.cat(heads, -1))
 
 
+def kimi_delta(
+    options: Mapping[str, int],
+    weights: Mapping[str, torch.Tensor],
+    linear: Callable[[str, torch.Tensor], torch.Tensor],
+    eps: float,
+    x: torch.Tensor,
+    documents: torch.Tensor,
+) -> torch.Tensor:
+    """As `delta_net`: each row of a head's state has a decay of its own."""
+    count, size, heads = options["heads"], options["head_size"], []
+    for_step, for_gate = linear("latents", x).split(size, -1)
+    rows, strength = linear("heads.qkv", x), linear("heads.beta", x).sigmoid()
+    steps, gates = linear("heads.step", for_step) + weights["heads.core.dt_bias"], linear("heads.gate", for_gate)
+    for number in range(count):
+        mixed = rows.split(3 * size, -1)[number]
+        filters = weights["heads.core.conv"].split(3 * size)[number]
+        q, k, v = _convolved(mixed, filters, documents).split(size, -1)
+        step = (1 + steps.split(size, -1)[number].exp()).log()
+        decay = (-weights["heads.core.a_log"][number].exp() * step).exp()
+        y = _recurrence(_unit(q), _unit(k), v, decay, strength[..., number], documents)
+        y = y / ((y**2).mean(-1, keepdim=True) + eps).sqrt() * weights["heads.norm.weight"]
+        heads.append(y * gates.split(size, -1)[number].sigmoid())
+    return linear("heads.proj", torch.cat(heads, -1))
+
+
 def _convolved(x: torch.Tensor, weight: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     """SiLU of the causal convolution of each channel: x [batch, seq, channels], weight [channels, 1, taps]."""
     positions = []
@@ -58,11 +83,12 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 def _recurrence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, documents: torch.Tensor
 ) -> torch.Tensor:
-    """One head: q and k [batch, seq, key size], v [batch, seq, value size], decay and beta [batch, seq]."""
+    """One head: q and k [batch, seq, key size], v [batch, seq, value size], beta [batch, seq], decay too or of rows."""
+    decay = decay if decay.ndim == 3 else decay[..., None]
     state, outputs = q.new_zeros(len(q), q.shape[2], v.shape[2]), []
     for t in range(q.shape[1]):
         goes_on = documents[:, t] == documents[:, t - 1] if t else torch.zeros(len(q), dtype=torch.bool)
-        state = torch.where(goes_on[:, None, None], decay[:, t, None, None] * state, 0)
+        state = torch.where(goes_on[:, None, None], decay[:, t, :, None] * state, 0)
         recalled = (k[:, t, None] @ state)[:, 0]
         state = state + k[:, t, :, None] * (beta[:, t, None] * (v[:, t] - recalled))[:, None]
         outputs.append((q[:, t, None] @ state)[:, 0] / math.sqrt(q.shape[2]))

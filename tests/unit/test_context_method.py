@@ -143,6 +143,8 @@ def test_no_shipped_model_needs_whole_sequences_outside_of_attention(family):
     for name in flavors(family):
         shape = flavor(family, name)
         few = shape.model_copy(update=shape.with_layers(len(shape.layer_counts) + 1))
-        is_linear = any(kind.mixer in ("gated_delta_net", "mamba2") for kind in getattr(shape, "kinds", {}).values())
+        is_linear = any(
+            kind.mixer in ("gated_delta_net", "kimi_delta", "mamba2") for kind in getattr(shape, "kinds", {}).values()
+        )
         assert needs_whole_sequences(few, in_blocks=True) is None, name
         assert (needs_whole_sequences(few, in_blocks=False) is not None) is is_linear, name

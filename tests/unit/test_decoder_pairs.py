@@ -59,6 +59,19 @@ HYBRID: dict[str, Any] = {
         },
     },
 }  # fmt: skip
+KIMI: dict[str, Any] = {
+    "heads": {"num_attention_heads": 4, "num_kv_heads": 2},
+    "layers": {
+        "num_layers": 2, "layer_pattern": ["linear", "full"],
+        "kinds": {
+            "linear": {
+                "mixer": "kimi_delta", "rope_theta": 0.0,
+                "options": {"heads": 3, "head_size": 5, "conv_size": 3, "chunk_size": 4},
+            },
+            "full": {"rope_theta": 0.0},
+        },
+    },
+}  # fmt: skip
 MAMBA = {"heads": 6, "head_size": 3, "groups": 3, "state_size": 4, "conv_size": 3, "min_step": 0.5, "chunk_size": 4}
 ONE_GROUP = MAMBA | {"groups": 1, "min_step": 0.0, "bias": True, "conv_bias": False}
 STATE_SPACE: dict[str, Any] = {  # layers of one block among them
@@ -88,7 +101,7 @@ def rows() -> list[Row]:
     # Only a Llama's files have queries, keys and values apart, so that each has an adapter of its own.
     llama = {name: options[name == "lora"] for name, options in ALL.items()}
     documents = ALL["documents"][1:]
-    hybrids = [llama | HYBRID | {"lora": {}, "documents": one} for one in documents]
+    hybrids = [llama | mixers | {"lora": {}, "documents": one} for mixers in (HYBRID, KIMI) for one in documents]
     blocks = [{"block": {"block": name}} for name in ("pre", "post", "sandwich")]
     state_space = [llama | STATE_SPACE | {"lora": {}, "documents": documents[0]} | block for block in blocks]
     return [*cover(), llama, *hybrids, *state_space, state_space[0] | {"experts": ALL["experts"][3]}]

@@ -38,7 +38,7 @@ BILLIONS = {  # of parameters, with the digits that are published; test_flops.py
         "phi3_mini": "3.821079552", "pythia_1.4b": "1.414647808", "pythia_12b": "11.846072320",
         "gpt_oss_20b": "20.914757184", "gpt_oss_120b": "116.829156672", "deepseek_v3": "671.026404352",
         "qwen3_next_80b_a3b": "80", "nemotron_h_8b": "8.1", "granite4_h_small": "32", "glm4.5_air": "107",
-        "minimax_m2": "229", "olmo3_7b": "7.298011136", "olmo3_32b": "32.233522176",
+        "minimax_m2": "229", "kimi_linear_48b_a3b": "49", "olmo3_7b": "7.298011136", "olmo3_32b": "32.233522176",
     },
 }  # fmt: skip
 CLASSES = {
@@ -47,7 +47,7 @@ CLASSES = {
     "phi3": "Mistral",  # Phi-3 is a Mistral whose matrices are stored in other tensors
     "llama2": "Llama", "llama3.1": "Llama", "llama3.2": "Llama", "qwen3 moe": "Qwen3Moe", "mixtral": "Mixtral",
     "olmoe": "Olmoe", "nemotron": "NemotronH", "granite4": "GraniteMoeHybrid", "glm4.5": "Glm4Moe",
-    "minimax": "MiniMaxM2", "olmo3": "Olmo3",
+    "minimax": "MiniMaxM2", "kimi": "KimiLinear", "olmo3": "Olmo3",
 }  # fmt: skip
 IN_TRANSFORMERS = [(f, name) for f in ("llama", "moe", "decoder") for name in BILLIONS[f] if name != "deepseek_moe_16b"]
 

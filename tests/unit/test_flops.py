@@ -130,12 +130,17 @@ def _(a, b, *_, **__):
 
 GATED = {"num_shared_experts": 2, "shared_expert_gate": True, "ffn_hidden_size": 96, "layer_pattern": ["dense", "full"]}
 GATED |= {"kinds": {"dense": {"dense": True}}}
+DELTA_OF_ROWS = {"mixer": "kimi_delta", "rope_theta": 0.0, "options": {"heads": 4, "head_size": 16}}
+KIMI = {"kinds": {"linear": DELTA_OF_ROWS}}
 FLAVORS = [(family, "debug") for family in ("gpt", "llama", "bert", "t5", "moe")] + [
     ("decoder", f"debug_{name}") for name in ("linear", "mamba")
 ]
 
 
-@pytest.mark.parametrize(("family", "name", "more"), [*((*names, {}) for names in FLAVORS), ("moe", "debug", GATED)])
+@pytest.mark.parametrize(
+    ("family", "name", "more"),
+    [*((*names, {}) for names in FLAVORS), ("moe", "debug", GATED), ("decoder", "debug_linear", KIMI)],
+)
 @pytest.mark.parametrize("seq", [64, 192])
 def test_model_flops_equal_what_torch_counts(family, name, more, seq):
     model = flavor(family, name)

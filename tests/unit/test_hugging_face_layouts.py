@@ -19,14 +19,15 @@ LAYOUTS = {
         Stored("up", (6, 5), {"gate_up": (12, 5)}, taken=(6, None)),
     ],
     "gate and up in turn, in stacked and transposed matrices": [
-        Stored("gate", (12, 5), {"gate_up": (3, 5, 8)}, is_transposed=True, is_stacked=True, taken=(0, None, 2)),
-        Stored("up", (12, 5), {"gate_up": (3, 5, 8)}, is_transposed=True, is_stacked=True, taken=(1, None, 2)),
+        Stored("gate", (12, 5), {"gate_up": (3, 5, 8)}, is_transposed=True, matrix_dims=1, taken=(0, None, 2)),
+        Stored("up", (12, 5), {"gate_up": (3, 5, 8)}, is_transposed=True, matrix_dims=1, taken=(1, None, 2)),
     ],
     "their biases": [
-        Stored("gate", (12,), {"bias": (3, 8)}, is_stacked=True, taken=(0, None, 2)),
-        Stored("up", (12,), {"bias": (3, 8)}, is_stacked=True, taken=(1, None, 2)),
+        Stored("gate", (12,), {"bias": (3, 8)}, matrix_dims=1, taken=(0, None, 2)),
+        Stored("up", (12,), {"bias": (3, 8)}, matrix_dims=1, taken=(1, None, 2)),
     ],
-    "stacked": [Stored("down", (12, 5), {"down": (3, 5, 4)}, is_transposed=True, is_stacked=True)],
+    "stacked": [Stored("down", (12, 5), {"down": (3, 5, 4)}, is_transposed=True, matrix_dims=1)],
+    "stacked twice": [Stored("rates", (12,), {"rates": (1, 3, 4, 1)}, matrix_dims=2)],
     "a tensor each": [Stored("down", (12, 5), {f"down {i}": (4, 5) for i in range(3)})],
     "rotated pairs, padded": [
         Stored("qkv", (36, 5), {"q": (16, 5), "k": (8, 5), "v": (8, 5)}, (16, 8, 8), 2, pairs=(4, 1, 2)),

@@ -40,6 +40,9 @@ NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_h
 CHUNKED = {"attention_chunk_size": WINDOW, "attn_scale": 0.7, "bos_token_id": None, "eos_token_id": None}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
 DELTA |= {"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3}
+KIMI = {"linear_num_heads": 6, "linear_head_dim": 10, "linear_conv_kernel_dim": 3, "num_experts": 6, "kv_lora_rank": 16}
+KIMI |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "moe_intermediate_size": 24}
+KIMI |= {"num_experts_per_token": 2, "routed_scaling_factor": 1.7}
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_d_conv": 3}
 GRANITE = MAMBA | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3}
 GRANITE |= {"logits_scaling": 7.0, "layer_types": ["mamba", "attention", "mamba", "mamba"]}
@@ -235,6 +238,16 @@ CASES = {
     "qwen3_5_moe_text": (
         "qwen3_5_moe_text",
         WIDE | EXPERTS | DELTA | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "head_dim": 24},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        SMALL | KIMI | {"num_key_value_heads": 4, "num_shared_experts": 2, "moe_renormalize": False}
+        | {"layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")]},
+    ),
+    "kimi_linear, latents": (
+        "kimi_linear",
+        SMALL | KIMI | {"num_key_value_heads": 4, "q_lora_rank": 20, "mlp_layer_types": ["sparse", "dense"] * 2}
+        | {"num_expert_group": 3, "topk_group": 2, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
     ),
     "granitemoehybrid": (
         "granitemoehybrid",

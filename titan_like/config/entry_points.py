@@ -60,6 +60,7 @@ MIXERS = {
     "attention": "titan_like.models.decoder.mixers:SoftmaxMixer",
     "latent": "titan_like.models.decoder.mixers:LatentMixer",
     "gated_delta_net": "titan_like.models.decoder.mixers:DeltaMixer",
+    "kimi_delta": "titan_like.models.decoder.mixers:KimiDeltaMixer",
     "mamba2": "titan_like.models.decoder.mixers:MambaMixer",
 }
 START = "titan_like.hugging_face.start:with_start"  # what `model.from` calls

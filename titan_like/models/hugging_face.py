@@ -7,10 +7,11 @@ docs/families.md says what the module has.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ class Stored:
     groups: int = 1
     is_transposed: bool = False  # the parameter's rows are columns in the files
     copies: tuple[str, ...] = ()  # further tensors that may be in the files, each equal to the only source
-    is_stacked: bool = False  # the first dimension of every source counts matrices, whose rows follow each other
+    matrix_dims: int = 0  # first dimensions of every source that count matrices, whose rows follow each other
     taken: tuple[int | None, ...] = ()  # arguments of a slice of each matrix, if another parameter has its other rows
     # (rows of a head, first rotated row, rotated rows) of all parts but the third, whose rotated rows the files store
     # in pairs. Here the first rows of all pairs come before the second ones.
@@ -92,13 +93,13 @@ class Stored:
     def rows(self) -> list[int]:
         """The number of rows in each source."""
         return [
-            shape[-1 if self.is_transposed else int(self.is_stacked)] * (shape[0] if self.is_stacked else 1)
+            shape[-1 if self.is_transposed else self.matrix_dims] * math.prod(shape[: self.matrix_dims])
             for shape in (shape or (1,) for shape in self.sources.values())
         ]
 
     def order(self) -> torch.Tensor:
         """For each row of the parameter, padding left out, its number among the rows of all sources: int64 [rows]."""
-        matrices = next(iter(self.sources.values()))[0] if self.taken and self.is_stacked else 1
+        matrices = next(iter(self.sources.values()))[0] if self.taken and self.matrix_dims else 1
         numbers = torch.arange(sum(self.rows)).view(matrices, -1)[:, slice(*(self.taken or (None,)))].flatten()
         parts = list(numbers.split(list(self.parts or [len(numbers)])))
         if self.pairs is not None:
@@ -114,7 +115,7 @@ class Stored:
         blocks: list[Block] = []
         number = 0  # of the row
         for (source, shape), rows in zip(self.sources.items(), self.rows, strict=True):
-            matrices = [(slice(i, i + 1),) for i in range(shape[0])] if self.is_stacked else [()]
+            matrices = list(product(*([slice(i, i + 1) for i in range(size)] for size in shape[: self.matrix_dims])))
             length = rows // max(len(matrices), 1)
             for matrix in matrices:
                 ends = [*sorted(start for start in starts if number < start < number + length), number + length]
@@ -237,9 +238,10 @@ def to_tensors(parameters: Iterable[Stored], read: Callable[[str], torch.Tensor]
                 unfinished[key] = missing - len(order), rows
                 continue
         for (source, shape), tensor in zip(stored.sources.items(), rows.split(stored.rows), strict=True):
-            lines = tensor.unflatten(0, (shape[0], -1)) if stored.is_stacked else tensor
+            lines = tensor.unflatten(0, (*shape[: stored.matrix_dims], -1)) if stored.matrix_dims else tensor
             for name in (source, *stored.copies):
-                yield name, lines.transpose(-1, -2) if stored.is_transposed and lines.ndim > 1 else lines
+                turned = lines.transpose(-1, -2) if stored.is_transposed and lines.ndim > 1 else lines
+                yield name, turned.reshape(shape)  # which may end with dimensions of size 1
 
 
 @torch.no_grad()
@@ -267,9 +269,9 @@ def fill_part(part: torch.Tensor, offsets: tuple[int, ...], stored: Stored, read
             if not torch.equal(read(copy, index), value):
                 reason = f"config.json ties {block.source} and {copy}, but the files hold different values for them"
                 raise RefusedError(f"{reason}; set tie_word_embeddings to false there")
-        value = value.squeeze(0) if block.matrix else value
+        value = value.flatten(0, len(block.matrix))
         value = (value.t() if stored.is_transposed else value)[source_rows - first]
-        part[rows] = value.to(part.device, part.dtype)
+        part[rows] = value.reshape(len(rows), *part.shape[1:]).to(part.device, part.dtype)
 
 
 class Fields:

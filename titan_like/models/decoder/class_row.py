@@ -32,6 +32,10 @@ NAMES = {
     "delta.matrix": "linear_attn.in_proj_{}",
     "delta.conv": "linear_attn.conv1d.weight", "delta.a_log": "linear_attn.A_log",
     "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
+    # Of Kimi's delta attention.
+    "kimi.latents": "self_attn.{}_a_proj", "kimi.qkv": "self_attn.{}_proj", "kimi.conv": "self_attn.{}_conv1d.weight",
+    "kimi.beta": "self_attn.b_proj", "kimi.step": "self_attn.f_b_proj", "kimi.gate": "self_attn.g_b_proj",
+    "kimi.a_log": "self_attn.A_log", "kimi.dt_bias": "self_attn.dt_bias", "kimi.norm": "self_attn.o_norm",
     # Of Mamba-2.
     "mamba.in_proj": "mamba.in_proj", "mamba.conv": "mamba.conv1d", "mamba.a_log": "mamba.A_log",
     "mamba.dt_bias": "mamba.dt_bias", "mamba.skip": "mamba.D", "mamba.norm": "mamba.norm",
@@ -91,14 +95,14 @@ class Class:
     ignored: frozenset[str] = frozenset()  # what the class does not read though files have it
     is_interleaved: bool = False  # rotated dimensions are stored in pairs
     transposed_experts: Literal["", "in turn", "in halves"] = ""
-    may_join_experts: bool = False  # files may have all experts in two tensors, as the class has, and not one by one
     has_stacked_bias: bool = False  # the router's bias is [1, experts]
     has_fused_heads: bool = False  # one tensor of queries, keys and values has them head by head
     delta_matrices: tuple[str, ...] = ("qkvz", "ba")  # what the rows of each are; these are ordered by head
     others: tuple[str, ...] = ()  # how names of tensors begin that files have and the class leaves out
     outer: str = ""  # the class around this one that has further modules, for all model_types but the first
     outer_defaults: Mapping[str, Any] = field(default_factory=dict)  # of its text's fields, where they are not these
-    names: Mapping[str, str] = field(default_factory=dict)  # ours → theirs, where they are not Llama's
+    # Ours → theirs, where they are not Llama's; "ours, or" → what files may have instead.
+    names: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)  # how names in files begin → in the class
 
     @cached_property

@@ -96,7 +96,7 @@ class DenseLayers:
         dense = list(self.read(fields, count))
         if dense == list(range(len(dense))):
             return {"num_dense_layers": len(dense)}
-        full = {FULL: {name: shape[name] for name in ("rope_theta", "rope_scaling")}}
+        full = {FULL: {name: shape[name] for name in ("rope_theta", "rope_scaling") if name in shape}}
         pattern, kinds = shape.get("layer_pattern") or [FULL], shape.get("kinds") or full
         layers = [
             f"dense_{pattern[i % len(pattern)]}" if i in dense else pattern[i % len(pattern)] for i in range(count)
@@ -140,8 +140,8 @@ def _interval_of(config: DecoderConfig) -> Values:
 BY_INTERVAL = DenseLayers(_numbers_by_interval, _interval_of)
 
 
-def _numbers_by_type(fields: Fields, count: int) -> list[int]:
-    types = fields.get("mlp_layer_types") or ["dense", *["sparse"] * (count - 1)]
+def _numbers_by_type(fields: Fields, count: int, first: int = 1) -> list[int]:
+    types = fields.get("mlp_layer_types") or [("dense", "sparse")[i >= first] for i in range(count)]
     if not isinstance(types, list) or len(types) != count or not {*types} <= {"dense", "sparse"}:
         fields.refuse("mlp_layer_types", f"which must say dense or sparse of each of the {count} layers")
     return [number for number, name in enumerate(types) if name == "dense"]
@@ -152,6 +152,13 @@ def _types_of(config: DecoderConfig) -> Values:
 
 
 BY_TYPE = DenseLayers(_numbers_by_type, _types_of)
+
+
+def _numbers_by_type_or_first(fields: Fields, count: int) -> list[int]:
+    return _numbers_by_type(fields, count, fields.count("first_k_dense_replace", 1))
+
+
+BY_TYPE_OR_FIRST = DenseLayers(_numbers_by_type_or_first, _types_of)
 
 
 def _numbers_by_list(fields: Fields, count: int) -> list[int]:

@@ -16,11 +16,11 @@ from titan_like.models.decoder.class_row import (
     Class,
 )
 from titan_like.models.decoder.config import FULL, DecoderConfig, LayerKind
-from titan_like.models.decoder.expert_fields import BY_STEP, auxiliary_loss, experts, shared_width
-from titan_like.models.decoder.fields import Layers, activation, head_size
-from titan_like.models.decoder.moe_classes import MOE_CLASSES
+from titan_like.models.decoder.expert_fields import BY_STEP, BY_TYPE_OR_FIRST, auxiliary_loss, experts, shared_width
+from titan_like.models.decoder.fields import Layers, activation, head_size, latent_kv_heads
+from titan_like.models.decoder.moe_classes import MIXTRAL_NAMES, MOE_CLASSES, SIGMOID
 from titan_like.models.decoder.rope import Rope
-from titan_like.models.fields import Field, Values, choice, fixed, read_fields, renamed, write_fields
+from titan_like.models.fields import Field, Values, choice, converted, fixed, read_fields, renamed, write_fields
 from titan_like.models.hugging_face import Fields, RefusedError
 
 _LINEAR, _MAMBA, _MLP = "linear", "mamba", "mlp"
@@ -32,6 +32,11 @@ _DELTA: _Options = {
     "key_head_size": ("linear_key_head_dim", 128), "value_head_size": ("linear_value_head_dim", 128),
     "conv_size": ("linear_conv_kernel_dim", 4),
 }  # fmt: skip
+_KIMI: _Options = {
+    "heads": ("linear_num_heads", 32), "head_size": ("linear_head_dim", 128),
+    "conv_size": ("linear_conv_kernel_dim", 4),
+}  # fmt: skip
+_KIMI_TABLE = {"heads": "num_heads", "head_size": "head_dim", "conv_size": "short_conv_kernel_size"}
 _GRANITE: _Options = {
     "heads": ("mamba_n_heads", 128), "groups": ("mamba_n_groups", 1), "state_size": ("mamba_d_state", 256),
     "conv_size": ("mamba_d_conv", 4), "conv_bias": ("mamba_conv_bias", True), "bias": ("mamba_proj_bias", False),
@@ -113,6 +118,44 @@ class DeltaLayers(Layers):
 
 
 @dataclass(frozen=True)
+class KimiLayers(Layers):
+    """Kimi's delta attention, and latent attention without rotation; the files count layers from 1."""
+
+    def read(self, fields: Fields, shape: Values) -> Values:
+        """As in the base class."""
+        count, table = shape["num_layers"], fields.table("linear_attn_config")
+        options = _read_options(fields, _KIMI)
+        default = [("full", "linear")[i % 4 > 0 or not i] + "_attention" for i in range(count)]
+        if table is not None:
+            options = {ours: table.integer(name, options[ours]) for ours, name in _KIMI_TABLE.items()}
+            numbers = {kind: table.get(f"{kind}_layers") for kind in ("full_attn", "kda")}
+            if None not in numbers.values():
+                words = {"full_attn": "full_attention", "kda": "linear_attention"}
+                of_layers = {number: words[kind] for kind, listed in numbers.items() for number in listed}
+                if sorted(of_layers) != list(range(1, count + 1)) or sum(map(len, numbers.values())) != count:
+                    table.refuse(
+                        "kda_layers", f"which with full_attn_layers must name each of layers 1 to {count} once"
+                    )
+                default = [of_layers[number] for number in sorted(of_layers)]
+        kinds = {"full_attention": FULL, "linear_attention": _LINEAR}
+        layers = _read_types(fields, count, kinds, "layer_types", default=default)
+        every = {FULL: _UNROTATED, _LINEAR: _UNROTATED | {"mixer": "kimi_delta", "options": options}}
+        return _of_kinds(layers, every)
+
+    def write(self, config: DecoderConfig) -> Values:
+        """As in the base class."""
+        types = _write_types(
+            config, {"latent": "full_attention", "": "full_attention", "kimi_delta": "linear_attention"}
+        )
+        numbers = {
+            "full_attn_layers": [i for i, name in enumerate(types, 1) if name == "full_attention"],
+            "kda_layers": [i for i, name in enumerate(types, 1) if name == "linear_attention"],
+        }
+        options = {ours: (name, 0) for ours, name in _KIMI_TABLE.items()}
+        return {"layer_types": types, "linear_attn_config": numbers | _write_options(config, "kimi_delta", options)}
+
+
+@dataclass(frozen=True)
 class GraniteLayers(Layers):
     """Mamba-2, and attention with or without rotation."""
 
@@ -169,6 +212,9 @@ class NemotronLayers(Layers):
         return {"hybrid_override_pattern": pattern} | _write_options(config, "mamba2", _NEMOTRON)
 
 
+_QUERY_LATENT = converted(
+    "q_lora_rank", ("q_lora_rank",), lambda fields, name: fields.count(name, 0), lambda size: size or None
+)
 _GRANITE_EXPERTS = (
     *experts("num_local_experts", 8, 2, "intermediate_size", 11008), shared_width("shared_intermediate_size", 1024),
     auxiliary_loss(),
@@ -232,9 +278,40 @@ HYBRID_CLASSES = (
             shared_width("shared_expert_intermediate_size", 512), auxiliary_loss(),
         ),
         fixed=(fixed("attn_output_gate", True, is_written=False),), activation=_SILU, layers=_QUARTER,
-        delta_matrices=_IN_FOUR, may_join_experts=True, others=("model.mtp.",),
+        delta_matrices=_IN_FOUR, others=("model.mtp.",),
         outer="Qwen3_5MoeForConditionalGeneration",
-        renamed=IN_LANGUAGE_MODEL, names=_SHARED_EXPERT,
+        renamed=IN_LANGUAGE_MODEL,
+        names={
+            **_SHARED_EXPERT, "mlp.experts.down, or": "mlp.experts.down_proj",  # the last as they are published
+            "mlp.experts.gate, or": "mlp.experts.gate_up_proj", "mlp.experts.up, or": "mlp.experts.gate_up_proj",
+        },
+    ),
+    Class(
+        "KimiLinearForCausalLM", ("kimi_linear",), (163840, 2304, 9216, 27, 32, None, 1048576), SIGMOID,
+        (
+            renamed("max_seq_len", "model_max_length", 1048576, "max_position_embeddings"),
+            renamed("kv_lora_rank", "kv_lora_rank", 512), renamed("rope_head_size", "qk_rope_head_dim", 64),
+            latent_kv_heads(), BIAS, _QUERY_LATENT,
+            renamed("nope_head_size", "qk_nope_head_dim", 128), renamed("value_head_size", "v_head_dim", 128),
+            renamed("routed_scaling", "routed_scaling_factor", 2.446),
+            renamed("router_groups", "num_expert_group", 1, "n_group"), renamed("router_top_groups", "topk_group", 1),
+            *experts("num_experts", 256, 8, "moe_intermediate_size", 1024, "num_experts_per_token"),
+            renamed("renormalize", "moe_renormalize", True, "norm_topk_prob"),
+            renamed("num_shared_experts", "num_shared_experts", 1, "n_shared_experts"),
+        ),
+        fixed=(  # which Kimi's own code reads
+            fixed("moe_router_activation_func", "sigmoid"), fixed("moe_layer_freq", 1), fixed("mla_use_nope", True),
+            fixed("num_nextn_predict_layers", 0),
+        ),
+        activation=_SILU, eps=("rms_norm_eps", 1e-5), layers=KimiLayers(), dense=BY_TYPE_OR_FIRST,
+        ignored=frozenset(
+            {"head_dim", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta", "use_grouped_topk"}
+        ),
+        names=MIXTRAL_NAMES | {
+            **{f"mlp.shared.{part}": f"block_sparse_moe.shared_experts.{part}_proj" for part in _MATRICES},
+            **{f"mlp.{part}, or": f"block_sparse_moe.{part}_proj" for part in _MATRICES},  # as transformers writes it
+            "mlp.router.bias": "block_sparse_moe.gate.e_score_correction_bias",
+        },
     ),
     Class(
         "GraniteMoeHybridForCausalLM", ("granitemoehybrid",), (32000, 4096, 11008, 32, 32, 0, 2048),

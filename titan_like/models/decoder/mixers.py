@@ -18,6 +18,7 @@ from titan_like.models.decoder.config import DecoderConfig, LayerKind
 from titan_like.models.layers.attention import ATTENTION_PLAN, AttentionCore, SelfAttention
 from titan_like.models.layers.delta_net import DELTA_PLAN, DeltaCore, GatedDeltaNet
 from titan_like.models.layers.delta_rule import CHUNK
+from titan_like.models.layers.kimi_delta import KIMI_DELTA_PLAN, KimiDeltaAttention, KimiDeltaCore
 from titan_like.models.layers.latent_attention import LATENT_PLAN, LatentAttention, latent_scale
 from titan_like.models.layers.norms import NormOfHeads, make_norm
 from titan_like.models.layers.state_space import Mamba2, StateSpaceCore, mamba_plan
@@ -186,6 +187,38 @@ class DeltaMixer(Mixer):
     def shrunk(self, seq_len: int) -> dict[str, Any]:
         """As in the base class; the state still goes on from chunk to chunk."""
         return {"key_head_size": 8, "value_head_size": 8, "chunk_size": max(1, seq_len // 4)}
+
+
+class KimiDeltaMixer(Mixer):
+    """`KimiDeltaAttention`."""
+
+    not_in_weights = frozenset({"chunk_size"})
+    supports_masks = True
+    supports_prefixes = False
+    shares_kv_heads = True  # it has none
+
+    heads: int = Field(gt=0, le=2**20, description="heads, each of which has a state")
+    head_size: int = Field(gt=0, le=2**20, description="width of a head's queries, keys and values, and of the latents")
+    conv_size: int = Field(4, gt=0, le=64, description="positions that the convolution sees")
+    chunk_size: int = Field(16, gt=0, le=2**16, description="positions that are computed together on a CPU")
+
+    def build(self, config: DecoderConfig, kind: LayerKind) -> KimiDeltaAttention:
+        """As in the base class."""
+        core = KimiDeltaCore(self.heads, self.head_size, self.conv_size, self.chunk_size)
+        return KimiDeltaAttention(config.hidden_size, core, config.norm_eps)
+
+    def plan(self, config: DecoderConfig) -> Mapping[str, Any]:
+        """As in the base class."""
+        return KIMI_DELTA_PLAN
+
+    @property
+    def split_widths(self) -> dict[str, int]:
+        """As in the base class."""
+        return {"heads": self.heads}
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """As in the base class; the state still goes on from chunk to chunk."""
+        return {"head_size": 8, "chunk_size": max(1, seq_len // 4)}
 
 
 class MambaMixer(Mixer):

@@ -25,7 +25,7 @@ from titan_like.models.decoder.fields import TEMPERATURE, ChunkedLayers, Layers,
 from titan_like.models.decoder.rope import Rope
 from titan_like.models.fields import Field, choice, count, fixed, nullable, renamed
 
-_SIGMOID = {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0}  # biases stay as they are
+SIGMOID = {"router_score": "sigmoid", "balance": "bias", "bias_update_rate": 0.0}  # biases stay as they are
 _SCALING, _FRACTION = renamed("routed_scaling", "routed_scaling_factor", 1.0), ("partial_rotary_factor", 0.5)
 _GROUPS = renamed("router_groups", "n_group", 1), renamed("router_top_groups", "topk_group", 1)
 _RENORMALIZE, _NO_RENORMALIZE = (renamed("renormalize", "norm_topk_prob", default) for default in (True, False))
@@ -40,7 +40,7 @@ _LATENTS = (
 )
 _NO_LOSS = fixed("output_router_logits", False, is_written=False)
 # fmt: off
-_MIXTRAL_NAMES = {
+MIXTRAL_NAMES = {
     "mlp.router": "block_sparse_moe.gate", "mlp.router.bias": "block_sparse_moe.e_score_correction_bias",
     "mlp.experts.gate": "block_sparse_moe.experts.{}.w1", "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
     "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
@@ -58,7 +58,7 @@ MOE_CLASSES = (
         "MixtralForCausalLM", ("mixtral",), (32000, 4096, 14336, 32, 32, 8, 131072),
         fields=(HEAD_SIZE, *experts("num_local_experts", 8, 2, "intermediate_size", 14336), auxiliary_loss()),
         fixed=(_NO_JITTER,), eps=("rms_norm_eps", 1e-5), layers=Layers("all", rope=Rope(("rope_theta", 1e6))),
-        names=_MIXTRAL_NAMES,
+        names=MIXTRAL_NAMES,
     ),
     Class(
         "Qwen3MoeForCausalLM", ("qwen3_moe",), (151936, 2048, 6144, 24, 32, 4, 32768), QK_HEAD,
@@ -113,7 +113,7 @@ MOE_CLASSES = (
         (HEAD_SIZE, BIAS, *experts("num_local_experts", 16, 2, "intermediate_size", 6400), auxiliary_loss(), MARGIN,
          renamed("output_bias", "lm_head_bias", False)),
         fixed=(fixed("num_experts_per_tok", 2),), eps=("rms_norm_eps", 1e-5),
-        layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_mscales=True)), names=_MIXTRAL_NAMES,
+        layers=Layers("all", rope=Rope(("rope_theta", 1e6), has_mscales=True)), names=MIXTRAL_NAMES,
     ),
     Class(
         "HunYuanMoEV1ForCausalLM", ("hunyuan_v1_moe",), (290943, 4096, 11008, 32, 32, 0, 2048),
@@ -131,9 +131,9 @@ MOE_CLASSES = (
         },
     ),
     Class(
-        "MiniMaxM2ForCausalLM", ("minimax_m2",), (200064, 3072, 1536, 62, 48, 8, 196608), _SIGMOID | QK_ALL,
+        "MiniMaxM2ForCausalLM", ("minimax_m2",), (200064, 3072, 1536, 62, 48, 8, 196608), SIGMOID | QK_ALL,
         (head_size(128), *experts("num_local_experts", 256, 8, "intermediate_size", 1536)),
-        fixed=(_NO_JITTER, _NO_LOSS), names=_MIXTRAL_NAMES,
+        fixed=(_NO_JITTER, _NO_LOSS), names=MIXTRAL_NAMES,
         layers=Layers(rope=Rope(("rope_theta", 5e6), fraction=(_FRACTION[0], 1.0), rotated=("rotary_dim", 128))),
     ),
     Class(
@@ -184,7 +184,7 @@ MOE_CLASSES = (
         },
     ),
     Class(
-        "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, None, 4096), _SIGMOID,
+        "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2"), (129280, 7168, 18432, 61, 128, None, 4096), SIGMOID,
         (
             *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 1536), renamed("nope_head_size", "qk_nope_head_dim", 128),
             renamed("value_head_size", "v_head_dim", 128), renamed("routed_scaling", "routed_scaling_factor", 2.5),
@@ -198,7 +198,7 @@ MOE_CLASSES = (
         ignored=frozenset({"qk_head_dim", "num_mtp_layers"}), is_interleaved=True,
     ),
     Class(
-        "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",), (154880, 2048, 10240, 47, 20, None, 202752), _SIGMOID,
+        "Glm4MoeLiteForCausalLM", ("glm4_moe_lite",), (154880, 2048, 10240, 47, 20, None, 202752), SIGMOID,
         (
             *_LATENTS, nullable("q_lora_rank", "q_lora_rank", 768), renamed("nope_head_size", "qk_nope_head_dim", 192),
             renamed("value_head_size", "v_head_dim", 256), renamed("routed_scaling", "routed_scaling_factor", 1.8),
@@ -224,7 +224,7 @@ MOE_CLASSES = (
         ignored=frozenset({"qk_head_dim"}), is_interleaved=True,
     ),
     Class(
-        "Dots1ForCausalLM", ("dots1",), (152064, 4608, 10944, 62, 32, 32, 2048), QK_HEAD | _SIGMOID,
+        "Dots1ForCausalLM", ("dots1",), (152064, 4608, 10944, 62, 32, 32, 2048), QK_HEAD | SIGMOID,
         (
             HEAD_SIZE, BIAS, *_GROUPS, _SCALING, *experts("n_routed_experts", int, int, "moe_intermediate_size", 1408),
             _NO_RENORMALIZE, count("num_dense_layers", "first_k_dense_replace", 0),
@@ -233,7 +233,7 @@ MOE_CLASSES = (
         layers=Layers("last", 4096, first=62),
     ),
     Class(
-        "Glm4MoeForCausalLM", ("glm4_moe",), (151552, 4096, 10944, 46, 96, 8, 131072), _SIGMOID,
+        "Glm4MoeForCausalLM", ("glm4_moe",), (151552, 4096, 10944, 46, 96, 8, 131072), SIGMOID,
         (
             HEAD_SIZE, bias("qkv"), choice("qk_norm", "use_qk_norm", False, {False: "none", True: "head"}), *_GROUPS,
             _SCALING, *experts("n_routed_experts", 128, 8, "moe_intermediate_size", 1408), _RENORMALIZE, _MTP,

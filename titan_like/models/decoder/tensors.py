@@ -6,7 +6,7 @@ from dataclasses import replace
 from titan_like.models.decoder.class_row import NAMES, Class
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
-from titan_like.models.decoder.mixers import DeltaMixer, LatentMixer, MambaMixer, SoftmaxMixer
+from titan_like.models.decoder.mixers import DeltaMixer, KimiDeltaMixer, LatentMixer, MambaMixer, SoftmaxMixer
 from titan_like.models.hugging_face import Stored, fused, linear, whole
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -36,6 +36,8 @@ def stored_parameters(config: DecoderConfig, row: Class = CLASSES[0]) -> Iterato
             pass
         elif isinstance(mixer, DeltaMixer):
             yield from _delta_net(config, row, mixer, ours, theirs)
+        elif isinstance(mixer, KimiDeltaMixer):
+            yield from _kimi_delta(config, mixer, ours, theirs)
         elif isinstance(mixer, MambaMixer):
             yield from _mamba(config, mixer, ours, theirs)
         elif isinstance(mixer, LatentMixer):
@@ -88,6 +90,25 @@ def _delta_net(
     yield from linear(f"{ours}proj", theirs["delta.proj"], (hidden, values), False)
 
 
+def _kimi_delta(config: DecoderConfig, mixer: KimiDeltaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
+    ours, hidden, heads, size = f"{ours}attention.", config.hidden_size, mixer.heads, mixer.head_size
+    width, taps = heads * size, mixer.conv_size
+    of_all = {f"{theirs['kimi.latents'].format(part)}.weight": (size, hidden) for part in "fg"}
+    yield Stored(f"{ours}latents.weight", (2 * size, hidden), of_all)
+    ours = f"{ours}heads."
+    matrices: dict[str, tuple[int, ...]] = {
+        f"{theirs['kimi.qkv'].format(part)}.weight": (width, hidden) for part in "qkv"
+    }
+    yield Stored(f"{ours}qkv.weight", (3 * width, hidden), matrices, (width,) * 3, heads)
+    filters: dict[str, tuple[int, ...]] = {theirs["kimi.conv"].format(part): (width, 1, taps) for part in "qkv"}
+    yield Stored(f"{ours}core.conv", (3 * width, 1, taps), filters, (width,) * 3, heads)
+    for name, shape in {"beta": (heads, hidden), "step": (width, size), "gate": (width, size), "norm": (size,)}.items():
+        yield from linear(f"{ours}{name}", theirs[f"kimi.{name}"], shape, False)
+    yield Stored(f"{ours}core.a_log", (heads,), {theirs["kimi.a_log"]: (1, 1, heads, 1)}, matrix_dims=2)
+    yield whole(f"{ours}core.dt_bias", theirs["kimi.dt_bias"], (width,))
+    yield from linear(f"{ours}proj", theirs["attention.proj"], (hidden, width), False)
+
+
 def _mamba(config: DecoderConfig, mixer: MambaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
     """One matrix has the rows of gates, inputs, b, c and steps, and one convolution those of inputs, b and c."""
     ours, heads, groups = f"{ours}attention.", mixer.heads, mixer.groups
@@ -137,7 +158,7 @@ def _attention(
             of_heads: dict[str, tuple[int, ...]] = {f"{source}.weight": (size // head, head)}
             if not is_stacked:
                 of_heads = {f"{source.format(number)}.weight": (head,) for number in range(size // head)}
-            yield Stored(f"{ours}{name}.weight", (size,), of_heads, is_stacked=is_stacked, pairs=pairs)
+            yield Stored(f"{ours}{name}.weight", (size,), of_heads, matrix_dims=int(is_stacked), pairs=pairs)
         elif config.qk_norm in ("head", "all") and config.norm != "layer_no_weight":
             yield from linear(ours + name, source, (size,), config.norm == "layer", pairs=pairs)
 
@@ -172,7 +193,9 @@ def _mlp(config: DecoderConfig, ours: str, name: str, theirs: dict[str, str], ff
                 taken = (ffn,) if matrix == "gate" else (ffn, None)
                 yield Stored(label, size, {f"{source}.{part}": (2 * ffn, *size[1:])}, taken=taken)
             else:
-                yield whole(label, f"{source}.{part}", size)
+                other = theirs.get(f"{name}.{matrix}, or")
+                otherwise = None if other is None else whole(label, f"{other}.{part}", size)
+                yield replace(whole(label, f"{source}.{part}", size), otherwise=otherwise)
     if config.activation == "xielu":
         for number in ("alpha_p", "alpha_n", "beta", "eps"):
             is_buffer = number in ("beta", "eps")
@@ -188,7 +211,7 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
     if config.balance == "bias":
         of_bias = (1, experts) if row.has_stacked_bias else (experts,)
         bias = Stored(f"{ours}mlp.router.bias", (experts,), {theirs["mlp.router.bias"]: of_bias}, is_buffer=True)
-        yield replace(bias, is_stacked=row.has_stacked_bias)
+        yield replace(bias, matrix_dims=int(row.has_stacked_bias))
     for name in _MATRICES:
         source = theirs[f"mlp.experts.{name}"]
         rows, columns = (hidden, ffn) if name == "down" else (ffn, hidden)
@@ -200,10 +223,9 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
             if "{}" in source:
                 tensors = (f"{source.format(expert)}.{part}" for expert in range(experts))
                 one = Stored(label, shape, dict.fromkeys(tensors, size))
-                if row.may_join_experts:
-                    tensor = source.partition("{}")[0] + ("down_proj" if name == "down" else "gate_up_proj")
-                    of_all = {tensor: (experts, times * rows, columns)}
-                    one = replace(one, otherwise=Stored(label, shape, of_all, is_stacked=True, taken=joined))
+                if (together := theirs.get(f"mlp.experts.{name}, or")) is not None:
+                    of_all: dict[str, tuple[int, ...]] = {together: (experts, times * rows, columns)}
+                    one = replace(one, otherwise=Stored(label, shape, of_all, matrix_dims=1, taken=joined))
                 yield one
             elif row.transposed_experts:
                 halves: list[tuple[int | None, ...]] = [(ffn,), (ffn, None)]
@@ -211,10 +233,10 @@ def _experts(config: DecoderConfig, row: Class, ours: str, theirs: dict[str, str
                     halves = [(0, None, 2), (1, None, 2)]
                 taken, times = {"gate": (halves[0], 2), "up": (halves[1], 2), "down": ((), 1)}[name]
                 sources = {f"{source}{'_bias' if part == 'bias' else ''}": (experts, *size[1:], times * rows)}
-                yield Stored(label, shape, sources, is_transposed=part == "weight", is_stacked=True, taken=taken)
+                yield Stored(label, shape, sources, is_transposed=part == "weight", matrix_dims=1, taken=taken)
             else:
                 sources = {f"{source}.{part}": (experts, times * rows, *size[1:])}
-                yield Stored(label, shape, sources, is_stacked=True, taken=joined)
+                yield Stored(label, shape, sources, matrix_dims=1, taken=joined)
     if config.num_shared_experts:
         yield from _mlp(config, f"{ours}mlp.shared", "mlp.shared", theirs, config.shared_width)
     if config.shared_expert_gate:

@@ -56,16 +56,20 @@ class DeltaCore(nn.Module):
         ``mixed`` has a key head's query, its key and the values of its heads; ``gates`` what becomes the strengths of
         their corrections, then their steps.
         """
-        conv, a_log, dt_bias = self.weights()
-        starts, key_size = None if mask is None else mask.first, self.sizes[2]
-        mixed = F.silu(short_convolution(mixed.flatten(2), conv, starts)).view(mixed.shape)
-        q, k, v = mixed.split([key_size, key_size, mixed.shape[3] - 2 * key_size], 3)
+        _, a_log, dt_bias = self.weights()
         # Not `chunk`: its gradient's strides are not those that torch 2.11 traces.
         strength, step = gates.unflatten(3, (2, -1)).movedim(3, 0).flatten(3).unbind()
         dtype = torch.promote_types(step.dtype, torch.float32)
         g = -a_log.to(dtype).exp() * F.softplus(step.to(dtype) + dt_bias)
+        return self.recall(mixed, g, strength.sigmoid(), mask)
+
+    def recall(self, mixed: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, mask: KeyRanges | None) -> torch.Tensor:
+        """The convolution and `gated_delta_rule`; ``mixed`` and the result are those of `forward`."""
+        starts, key_size = None if mask is None else mask.first, self.sizes[2]
+        mixed = F.silu(short_convolution(mixed.flatten(2), self.weights()[0], starts)).view(mixed.shape)
+        q, k, v = mixed.split([key_size, key_size, mixed.shape[3] - 2 * key_size], 3)
         v = v.unflatten(3, (-1, self.sizes[3])).flatten(2, 3)
-        return gated_delta_rule(q, k, v, g, strength.sigmoid(), starts, self.chunk)
+        return gated_delta_rule(q, k, v, g, beta, starts, self.chunk)
 
 
 class GatedDeltaNet(nn.Module):

@@ -4,6 +4,8 @@ For each head, with queries and keys of length 1, the state S [key size, value s
 
     S' = exp(g) · S        S = S' + β · k (v - k S')        o = q S / √(key size)
 
+In Kimi's delta attention (arXiv 2510.26692) g differs between the rows of S.
+
 Between chunks of a sequence this is a recurrence, and within one it is a triangular system (arXiv 2412.06464, section
 3.3). A document of a packed sequence begins with a state of zeros.
 """
@@ -34,20 +36,22 @@ def gated_delta_rule(
 
     On a GPU, flash-linear-attention computes it if it is installed, except in float64.
     """
-    kernel = _kernel() if v.is_cuda and v.dtype != torch.float64 else None
+    of_rows = g.ndim == 4
+    kernel = _kernel(of_rows) if v.is_cuda and v.dtype != torch.float64 else None
     if kernel is None:
         return chunked_gated_delta_rule(_normalised(q), _normalised(k), v, g, beta, starts, chunk)
     if starts is not None:  # lengths of documents would need a wait for the GPU
         is_first = starts == torch.arange(v.shape[1], device=v.device)
-        g = g.masked_fill(is_first[..., None], _RESET)
+        g = g.masked_fill(is_first[..., None, None] if of_rows else is_first[..., None], _RESET)
     q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
     return kernel(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
 
 
 @cache
-def _kernel() -> Callable[..., Any] | None:
+def _kernel(of_rows: bool) -> Callable[..., Any] | None:
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
     except ImportError:
         warnings.warn(
             "gated delta nets run without flash-linear-attention, slower and with more memory; "
@@ -55,7 +59,7 @@ def _kernel() -> Callable[..., Any] | None:
             stacklevel=2,
         )
         return None
-    return chunk_gated_delta_rule
+    return chunk_kda if of_rows else chunk_gated_delta_rule
 
 
 def _normalised(x: torch.Tensor) -> torch.Tensor:
@@ -76,8 +80,9 @@ def chunked_gated_delta_rule(
     """q and k [batch, seq, key heads, key size], v [batch, seq, heads, value size] → shape and dtype of v.
 
     Each key head serves equally many consecutive heads of v. ``g`` is the log of the decay and ``beta`` the strength of
-    the correction, both [batch, seq, heads]. ``starts``, int64 [batch, seq], is where each position's document begins;
-    None: at 0. It computes in float32 at least.
+    the correction, both [batch, seq, heads]; or decays are of the state's rows, [batch, seq, heads, key size], with as
+    many key heads. ``starts``, int64 [batch, seq], is where each position's document begins; None: at 0. It computes in
+    float32 at least.
     """
     batch, seq, heads, value_size = v.shape
     key_heads, key_size = k.shape[2:]
@@ -85,16 +90,21 @@ def chunked_gated_delta_rule(
     q, k, v, beta = (in_chunks(x.to(dtype), key_heads, chunk) for x in (q, k, v, beta[..., None]))
     q = key_size**-0.5 * q
     decay, since_chunk = chunk_decays(g.to(dtype), starts, key_heads, chunk)
+    if g.ndim == 4:  # [..., chunk, chunk, key size], in products of as many factors as the two below have
+        between_keys, scores = ((k.unsqueeze(-3) * decay) @ torch.stack((k, q), -1)).unbind(-1)
+        at_end = decay[..., -1, :, :]
+    else:
+        between_keys, scores = k @ k.mT * decay, q @ k.mT * decay
+        at_end = decay[..., -1:, :].mT
 
     # A correction depends on those before it in the chunk, and linearly on the state before the chunk.
-    system = k @ k.mT * beta * decay
+    system = between_keys * beta
     known = torch.cat((beta * v, beta * since_chunk * k), 5)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     corrections, of_state = solved.split([value_size, key_size], 5)
     reads = torch.cat((of_state, since_chunk * q), 4)
-    scores = q @ k.mT * decay
-    writes = (k * decay[..., -1:, :].mT).mT
-    kept = since_chunk[..., -1:, :]
+    writes = (k * at_end).mT
+    kept = since_chunk[..., -1:, :].mT
 
     state: torch.Tensor | None = None
     outputs = []
@@ -125,9 +135,10 @@ def chunk_decays(
     """What is left, at each position of a chunk, of each earlier one, and of the state before the chunk.
 
     Logs of decays ``g`` [batch, seq, heads] and ``starts`` as in `chunked_gated_delta_rule` → [chunks, batch, groups,
-    heads / groups, chunk, chunk] and [..., chunk, 1].
+    heads / groups, chunk, chunk] and [..., chunk, 1]. Decays of rows, [batch, seq, heads, rows] → [..., chunk, chunk,
+    rows] and [..., chunk, rows].
     """
-    log_decay = in_chunks(g[..., None], groups, chunk).cumsum(4)  # since the chunk's beginning
+    log_decay = in_chunks(g if g.ndim == 4 else g[..., None], groups, chunk).cumsum(4)  # since the chunk's beginning
     order = torch.arange(chunk, device=g.device)
     is_hidden = order[:, None] < order
     since_chunk = log_decay.exp()
@@ -136,7 +147,11 @@ def chunk_decays(
         first = in_chunks(starts[..., None, None].expand(-1, -1, groups, -1), groups, chunk)
         first = first - chunk * torch.arange(len(first), device=g.device).view(-1, 1, 1, 1, 1, 1)
         is_hidden, since_chunk = is_hidden | (order < first), since_chunk.masked_fill(first >= 0, 0)
-    return (log_decay - log_decay.mT).masked_fill(is_hidden, -torch.inf).exp(), since_chunk
+    if g.ndim == 4:
+        between, is_hidden = log_decay.unsqueeze(-2) - log_decay.unsqueeze(-3), is_hidden[..., None]
+    else:
+        between = log_decay - log_decay.mT
+    return between.masked_fill(is_hidden, -torch.inf).exp(), since_chunk
 
 
 def chunk_products(seq: int, key_heads: int, heads: int, key_size: int, value_size: int, chunk: int = CHUNK) -> int:
