@@ -33,7 +33,7 @@ NAMES = {
     "delta.conv": "linear_attn.conv1d.weight", "delta.a_log": "linear_attn.A_log",
     "delta.dt_bias": "linear_attn.dt_bias", "delta.norm": "linear_attn.norm", "delta.proj": "linear_attn.out_proj",
     # Of Kimi's delta attention.
-    "kimi.latents": "self_attn.{}_a_proj", "kimi.qkv": "self_attn.{}_proj", "kimi.conv": "self_attn.{}_conv1d.weight",
+    "kimi.latents": "self_attn.{}_a_proj", "kimi.qkv": "self_attn.{}_proj", "kimi.core.conv": "self_attn.{}_conv1d",
     "kimi.beta": "self_attn.b_proj", "kimi.step": "self_attn.f_b_proj", "kimi.gate": "self_attn.g_b_proj",
     "kimi.a_log": "self_attn.A_log", "kimi.dt_bias": "self_attn.dt_bias", "kimi.norm": "self_attn.o_norm",
     # Of Mamba-2.

@@ -74,16 +74,10 @@ def _delta_net(
     for name, parts in {"qkvz": (keys, keys, values, values), "ba": (heads, heads)}.items():
         of_both = [one for one in row.delta_matrices if (one in "ba") == (name == "ba")]
         rows = {theirs["delta.matrix"].format(one): sum(widths.get(part, values) for part in one) for one in of_both}
-        sources = {f"{source}.weight": (size, hidden) for source, size in rows.items()}
-        is_ours = of_both == [name]  # and has our order
-        yield Stored(
-            f"{ours}{name}.weight", (sum(parts), hidden), sources, () if is_ours else parts, 1 if is_ours else groups
-        )
-    conv = {theirs["delta.conv"]: (2 * keys + values, 1, mixer.conv_size)}  # all queries' channels come first
-    if "{}" in theirs["delta.conv"]:
-        conv = {theirs["delta.conv"].format(one): (widths.get(one, values), 1, mixer.conv_size) for one in "qkv"}
-    shape = (2 * keys + values, 1, mixer.conv_size)
-    yield Stored(f"{ours}core.conv", shape, conv, (keys, keys, values), groups)
+        order = ((), 1) if of_both == [name] else (parts, groups)
+        yield Stored(f"{ours}{name}.weight", (sum(parts), hidden), _weights(rows, hidden), *order)
+    conv = whole(f"{ours}core.conv", theirs["delta.conv"], (2 * keys + values, 1, mixer.conv_size))
+    yield replace(conv, parts=(keys, keys, values), groups=groups)  # in the files all queries' channels come first
     for name in ("a_log", "dt_bias"):
         yield whole(f"{ours}core.{name}", theirs[f"delta.{name}"], (heads,))
     yield from linear(f"{ours}norm", theirs["delta.norm"], (mixer.value_head_size,), False)
@@ -93,20 +87,23 @@ def _delta_net(
 def _kimi_delta(config: DecoderConfig, mixer: KimiDeltaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
     ours, hidden, heads, size = f"{ours}attention.", config.hidden_size, mixer.heads, mixer.head_size
     width, taps = heads * size, mixer.conv_size
-    of_all = {f"{theirs['kimi.latents'].format(part)}.weight": (size, hidden) for part in "fg"}
-    yield Stored(f"{ours}latents.weight", (2 * size, hidden), of_all)
+    latents = {theirs["kimi.latents"].format(part): size for part in "fg"}
+    yield Stored(f"{ours}latents.weight", (2 * size, hidden), _weights(latents, hidden))
     ours = f"{ours}heads."
-    matrices: dict[str, tuple[int, ...]] = {
-        f"{theirs['kimi.qkv'].format(part)}.weight": (width, hidden) for part in "qkv"
-    }
-    yield Stored(f"{ours}qkv.weight", (3 * width, hidden), matrices, (width,) * 3, heads)
-    filters: dict[str, tuple[int, ...]] = {theirs["kimi.conv"].format(part): (width, 1, taps) for part in "qkv"}
-    yield Stored(f"{ours}core.conv", (3 * width, 1, taps), filters, (width,) * 3, heads)
+    for name, columns in {"qkv": (hidden,), "core.conv": (1, taps)}.items():
+        rows = {theirs[f"kimi.{name}"].format(part): width for part in "qkv"}
+        label = ours + name + (".weight" if name == "qkv" else "")
+        yield Stored(label, (3 * width, *columns), _weights(rows, *columns), (width,) * 3, heads)
     for name, shape in {"beta": (heads, hidden), "step": (width, size), "gate": (width, size), "norm": (size,)}.items():
         yield from linear(f"{ours}{name}", theirs[f"kimi.{name}"], shape, False)
     yield Stored(f"{ours}core.a_log", (heads,), {theirs["kimi.a_log"]: (1, 1, heads, 1)}, matrix_dims=2)
     yield whole(f"{ours}core.dt_bias", theirs["kimi.dt_bias"], (width,))
     yield from linear(f"{ours}proj", theirs["attention.proj"], (hidden, width), False)
+
+
+def _weights(rows: dict[str, int], *columns: int) -> dict[str, tuple[int, ...]]:
+    """The weights of modules with these rows, and their shapes."""
+    return {f"{name}.weight": (count, *columns) for name, count in rows.items()}
 
 
 def _mamba(config: DecoderConfig, mixer: MambaMixer, ours: str, theirs: dict[str, str]) -> Iterator[Stored]:
