@@ -78,7 +78,9 @@ def start_fork_server(on_gpus: bool = False) -> None:
         if Path("/sys/class/net/lo").exists():  # gloo otherwise looks up the host name, which may not resolve
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     _FORK_SERVER.set_forkserver_preload(PRELOADED)
-    with patch.dict(os.environ, environment):
+    folder = tempfile.gettempdir()  # the path of the server's socket in it has room for 75 bytes of its name
+    folder = folder if len(os.fsencode(folder)) <= 75 else "/tmp"
+    with patch.dict(os.environ, environment), patch.object(tempfile, "tempdir", folder):
         forkserver.ensure_running()
 
 
