@@ -29,17 +29,22 @@ def verify(folder: Path, settings: dict[str, Any]) -> str:
     return verdict.outcome
 
 
+MORE = {
+    "tensor, pipeline, zero 3": tensor(2) | pipeline(2) | SHARDS | zero(3),
+    "sequence, zero 1": tensor(2, sequence_parallel=True) | SHARDS | zero(1),
+    "Kimi Linear, sequence, experts": KIMI | tensor(2, sequence_parallel=True) | EXPERTS,
+    "Mamba-2, tensor, pipeline, zero 3": MAMBA | tensor(2) | pipeline(2) | SHARDS | zero(3),
+    "Granite 4, tensor, experts": GRANITE | tensor(2, sequence_parallel=True) | EXPERTS,
+}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(tensor(2) | pipeline(2) | SHARDS | zero(3), id="tensor, pipeline, zero 3"),
-        pytest.param(tensor(2, sequence_parallel=True) | SHARDS | zero(1), id="sequence, zero 1"),
         pytest.param(NEXT | tensor(2, sequence_parallel=True) | EXPERTS, id="Qwen3-Next, tensor, experts"),
-        pytest.param(KIMI | tensor(2, sequence_parallel=True) | EXPERTS, id="Kimi Linear, sequence, experts"),
         pytest.param(KIMI | tensor(2, True) | pipeline(2) | SHARDS | zero(3), id="Kimi Linear, pipeline, zero 3"),
-        pytest.param(MAMBA | tensor(2) | pipeline(2) | SHARDS | zero(3), id="Mamba-2, tensor, pipeline, zero 3"),
         pytest.param(MAMBA | tensor(2, sequence_parallel=True) | SHARDS | zero(3), id="Mamba-2, sequence, zero 3"),
-        pytest.param(GRANITE | tensor(2, sequence_parallel=True) | EXPERTS, id="Granite 4, tensor, experts"),
+        *(pytest.param(layout, id=name, marks=pytest.mark.exhaustive) for name, layout in MORE.items()),
     ],
 )
 @pytest.mark.slow

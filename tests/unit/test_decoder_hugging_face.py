@@ -111,8 +111,12 @@ RARE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FIRST = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
+VARIANTS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES | RARE if name not in FIRST.values()]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES | RARE)
+@pytest.mark.parametrize("name", [*FIRST.values(), *VARIANTS])
 def test_a_folder_of_transformers_is_read_and_written_again(name: str, tmp_path: Path) -> None:
     theirs = random_folder(*(CASES | RARE)[name], tmp_path / "hf")
     source = open_hugging_face(tmp_path / "hf", "--input")
