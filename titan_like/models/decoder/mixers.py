@@ -146,20 +146,29 @@ class LatentMixer(Mixer):
         return {name: style for name, style in LATENT_PLAN.items() if has_part.get(name, True)}
 
 
-class DeltaMixer(Mixer):
-    """`GatedDeltaNet`."""
+class Recurrence(Mixer):
+    """Base class of mixers with a convolution and a state, which goes from chunk to chunk of a sequence."""
 
     not_in_weights = frozenset({"chunk_size"})
     supports_masks = True
     supports_prefixes = False
     shares_kv_heads = True  # it has none
 
+    conv_size: int = Field(4, gt=0, le=64, description="positions that the convolution sees")
+    chunk_size: int = Field(CHUNK, gt=0, le=2**16, description="positions that are computed together")
+
+    def shrunk(self, seq_len: int) -> dict[str, Any]:
+        """As in the base class."""
+        return {"chunk_size": max(1, seq_len // 4)}
+
+
+class DeltaMixer(Recurrence):
+    """`GatedDeltaNet`."""
+
     key_heads: int = Field(gt=0, le=2**20, description="heads of queries and keys")
     value_heads: int = Field(gt=0, le=2**20, description="heads of values, a multiple of key_heads")
     key_head_size: int = Field(gt=0, le=2**20, description="width of a head's queries and keys")
     value_head_size: int = Field(gt=0, le=2**20, description="width of a head's values")
-    conv_size: int = Field(4, gt=0, le=64, description="positions that the convolution sees")
-    chunk_size: int = Field(CHUNK, gt=0, le=2**16, description="positions that are computed together on a CPU")
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -185,22 +194,16 @@ class DeltaMixer(Mixer):
         return {"key_heads": self.key_heads}
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """As in the base class; the state still goes on from chunk to chunk."""
-        return {"key_head_size": 8, "value_head_size": 8, "chunk_size": max(1, seq_len // 4)}
+        """As in the base class."""
+        return super().shrunk(seq_len) | {"key_head_size": 8, "value_head_size": 8}
 
 
-class KimiDeltaMixer(Mixer):
+class KimiDeltaMixer(Recurrence):
     """`KimiDeltaAttention`."""
-
-    not_in_weights = frozenset({"chunk_size"})
-    supports_masks = True
-    supports_prefixes = False
-    shares_kv_heads = True  # it has none
 
     heads: int = Field(gt=0, le=2**20, description="heads, each of which has a state")
     head_size: int = Field(gt=0, le=2**20, description="width of a head's queries, keys and values, and of the latents")
-    conv_size: int = Field(4, gt=0, le=64, description="positions that the convolution sees")
-    chunk_size: int = Field(16, gt=0, le=2**16, description="positions that are computed together on a CPU")
+    chunk_size: int = Field(16, gt=0, le=2**16, description="positions that are computed together")
 
     def build(self, config: DecoderConfig, kind: LayerKind) -> KimiDeltaAttention:
         """As in the base class."""
@@ -217,27 +220,20 @@ class KimiDeltaMixer(Mixer):
         return {"heads": self.heads}
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """As in the base class; the state still goes on from chunk to chunk."""
-        return {"head_size": 8, "chunk_size": max(1, seq_len // 4)}
+        """As in the base class."""
+        return super().shrunk(seq_len) | {"head_size": 8}
 
 
-class MambaMixer(Mixer):
+class MambaMixer(Recurrence):
     """`Mamba2`."""
-
-    not_in_weights = frozenset({"chunk_size"})
-    supports_masks = True
-    supports_prefixes = False
-    shares_kv_heads = True  # it has none
 
     heads: int = Field(gt=0, le=2**20, description="heads, each of which has a state")
     head_size: int = Field(gt=0, le=2**20, description="width of a head")
     groups: int = Field(1, gt=0, le=2**20, description="groups of heads, which share b and c and have a norm each")
     state_size: int = Field(gt=0, le=2**20, description="width of b and c")
-    conv_size: int = Field(4, gt=0, le=64, description="positions that the convolution sees")
     conv_bias: bool = Field(True, description="whether the convolution has biases")
     bias: bool = Field(False, description="whether the projections have biases")
     min_step: float = Field(0.0, ge=0, le=1e6, description="steps are at least this")
-    chunk_size: int = Field(CHUNK, gt=0, le=2**16, description="positions that are computed together")
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
@@ -261,6 +257,6 @@ class MambaMixer(Mixer):
         return {"heads": self.heads} if self.groups == 1 else {"groups": self.groups}
 
     def shrunk(self, seq_len: int) -> dict[str, Any]:
-        """As in the base class; the state still goes on from chunk to chunk."""
+        """As in the base class."""
         heads = self.groups * min(self.heads // self.groups, 8)
-        return {"heads": heads, "head_size": 8, "state_size": 8, "chunk_size": max(1, seq_len // 4)}
+        return super().shrunk(seq_len) | {"heads": heads, "head_size": 8, "state_size": 8}
