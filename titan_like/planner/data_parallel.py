@@ -29,15 +29,22 @@ class Gradients:
     """What a stage has of gradients between passes: of one backward pass, or sums.
 
     Gradients of a split backward pass's first part may wait for the second part. After a second part without such, the
-    matrices' gradients were the last to be summed.
+    matrices' gradients were the last to be summed. `SUMS_AND_ONE_PASS`: of matrices of one pass, of others sums.
     """
 
-    NONE, FIRST_PARTS, OF_ONE_PASS, SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS, FINISHED = range(8)
-    WAITING = frozenset((FIRST_PARTS, SUMS_AND_FIRST_PARTS, MATRICES_AND_FIRST_PARTS))  # first parts wait
+    NONE, FIRST_PARTS, SUMS_OF_FIRST_PARTS, OF_ONE_PASS, ONE_PASS_AND_FIRST_PARTS, SUMS_AND_ONE_PASS = range(6)
+    SUMS, SUMS_AND_FIRST_PARTS, MATRICES, MATRICES_AND_FIRST_PARTS, FINISHED = range(6, 11)
+    ONLY_FIRST_PARTS = frozenset((FIRST_PARTS, SUMS_OF_FIRST_PARTS))
+    WAITING = ONLY_FIRST_PARTS | {ONE_PASS_AND_FIRST_PARTS, SUMS_AND_FIRST_PARTS, MATRICES_AND_FIRST_PARTS}
+    FRESH = frozenset((FIRST_PARTS, OF_ONE_PASS))  # nothing has been summed
+    FRESH_MATRICES = frozenset((OF_ONE_PASS, ONE_PASS_AND_FIRST_PARTS, SUMS_AND_ONE_PASS))
 
 
 _WITH_FIRST_PARTS = {
     Gradients.NONE: Gradients.FIRST_PARTS,
+    Gradients.FIRST_PARTS: Gradients.SUMS_OF_FIRST_PARTS,
+    Gradients.OF_ONE_PASS: Gradients.ONE_PASS_AND_FIRST_PARTS,
+    Gradients.SUMS_AND_ONE_PASS: Gradients.ONE_PASS_AND_FIRST_PARTS,
     Gradients.SUMS: Gradients.SUMS_AND_FIRST_PARTS,
     Gradients.MATRICES: Gradients.MATRICES_AND_FIRST_PARTS,
 }
@@ -66,7 +73,7 @@ class StageState:
         if kind == "F":
             is_first, self.weights = self.weights == Weights.NOT_GATHERED, Weights.AFTER_FORWARD
             return PassKind(kind, is_first, False, before)
-        is_first = before in (Gradients.NONE, Gradients.FIRST_PARTS)
+        is_first = before in (Gradients.NONE, *Gradients.ONLY_FIRST_PARTS)
         gathers_root = kind != "W" and self.weights != Weights.AFTER_FORWARD
         if kind != "W":
             self.weights = Weights.AFTER_BACKWARD
@@ -76,8 +83,10 @@ class StageState:
         self._left -= 1
         if self._left == 0:
             self.gradients, self.weights = Gradients.FINISHED, Weights.NOT_GATHERED
-        elif self.gradients == Gradients.NONE:
+        elif self.gradients in (Gradients.NONE, Gradients.FIRST_PARTS):
             self.gradients = Gradients.OF_ONE_PASS
+        elif self.gradients == Gradients.SUMS_OF_FIRST_PARTS:
+            self.gradients = Gradients.SUMS_AND_ONE_PASS
         elif kind == "B" or self.gradients in Gradients.WAITING:
             self.gradients = Gradients.SUMS
         else:  # an earlier second part has also reduced what the first parts of later microbatches had left
@@ -139,7 +148,7 @@ class Rules(NamedTuple):
         """Whether reduced gradients exist in this state between passes."""
         if gradients == Gradients.FINISHED:
             return self.wrapped
-        return self.reduces_every_pass and gradients not in (Gradients.NONE, Gradients.FIRST_PARTS)
+        return self.reduces_every_pass and gradients not in (Gradients.NONE, *Gradients.ONLY_FIRST_PARTS)
 
     def gathered_elements(self, unit: Unit) -> int:
         """Elements of a unit that are gathered, before ZeRO shards them. Only ZeRO 3 gathers frozen parameters."""

@@ -41,6 +41,10 @@ class StageGradients:
         self.stage, self.rules, self.elements = stage, rules, stage.elements
         self.matrices = sum([segment.matrices for segment in stage.segments])
         self.largest_parameter = max([segment.largest_parameter for segment in stage.segments])
+        parameters = [parameter for segment in stage.segments for parameter in segment.parameters]
+        self.largest_vector, self.largest_matrix = (
+            max([p.elements for p in parameters if p.deferred is deferred], default=0) for deferred in (False, True)
+        )
         # FSDP2 keeps the input of its last reduction. The root comes after the layers, and then the table. In the
         # second part of a split backward pass units come in the order of the forward pass, experts after their layer.
         units = [part.unit for part in placed if part.unit.gathered] or [LayerUnit()]
@@ -71,11 +75,11 @@ class StageGradients:
         if not rules.wrapped:
             if rules.copied and state == Gradients.FINISHED:
                 return rules.master * self.elements - self.freed, 0
-            are_fresh = rules.copied and state in (Gradients.FIRST_PARTS, Gradients.OF_ONE_PASS)
-            element = rules.compute if are_fresh else rules.master
-            return element * (vectors if state == Gradients.FIRST_PARTS else self.elements), 0
+            element = rules.compute if rules.copied and state in Gradients.FRESH else rules.master
+            of_matrix = rules.compute if rules.copied and state in Gradients.FRESH_MATRICES else rules.master
+            return element * vectors + (0 if state in Gradients.ONLY_FIRST_PARTS else of_matrix * self.matrices), 0
         if not rules.reduces_every_pass:
-            return rules.reduce * (vectors if state == Gradients.FIRST_PARTS else self.elements), 0
+            return rules.reduce * (vectors if state in Gradients.ONLY_FIRST_PARTS else self.elements), 0
         if state in Gradients.WAITING:
             return rules.reduce * vectors, 0
         is_of_matrices = state in (Gradients.MATRICES, Gradients.MATRICES_AND_FIRST_PARTS)

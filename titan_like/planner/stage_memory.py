@@ -164,6 +164,10 @@ class StageMemory:
             largest, last = self.gradients.largest_parameter, end.parameters[-1].elements
             for during, reduced, _ in gradients.complete(LayerUnit(end.elements, 0, largest, last)):
                 yield held, during, weights, reduced
+        if rules.copied and pass_.kind == "I" and pass_.gradients in Gradients.FRESH:  # sums take the place of both
+            new = rules.compute * (self.stage.elements - self.gradients.matrices)
+            both = sum(self.gradients.accumulated(pass_.gradients)) + new
+            yield held, both + rules.master * self.gradients.largest_vector, weights, 0
 
     def _weights_during(self, part: Placed | None, pass_: PassKind) -> int:
         """Bytes of gathered weights while a segment's backward pass runs; None: after the layers'.
@@ -190,6 +194,8 @@ class StageMemory:
             fresh = 0
         else:
             yield 0, accumulated + retained + fresh, weights, 0
+            if rules.copied and pass_.gradients in Gradients.FRESH_MATRICES:
+                yield -self.deferred, accumulated + fresh + rules.master * self.gradients.largest_matrix, weights, 0
         if not rules.wrapped:
             return
         # The products' inputs are freed. One unit after the other is converted, and reduced.
