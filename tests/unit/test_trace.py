@@ -196,6 +196,7 @@ def test_flops_of_kinds_that_take_turns(layout: str, cap: float) -> None:
             "llama llama3.2_1b 1024 1 4 4 z2 pp2 gpipe offload", 4, 0.005, marks=pytest.mark.exhaustive
         ),  # a layer leaves during other passes
         ("llama llama3.2_1b 1024 1 4 4 z3 pp2 v2 dualpipe_v", 8, 0.005),  # weights gathered early in second parts
+        ("llama llama3.2_1b 512 1 2 2 z0 pp2 dualpipe_v", 4, 0.002),  # a table's gradients in 16 bits, then sums
         ("moe debug 256 2 3 4 z1 float32", 4, 0.005),  # gradients are added in place
         ("decoder qwen3_8b 512 1 2 4 z2 pp2 hsdp2", 4, 0.001),  # a single shard
         ("llama llama3.2_1b 1024 1 3 4 z2 tp2 sp selective", 4, 0.005),
