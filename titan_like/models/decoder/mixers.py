@@ -95,10 +95,11 @@ def _core(config: DecoderConfig, kind: LayerKind, scale: float | None) -> Attent
 
 
 class SoftmaxMixer(Mixer):
-    """`SelfAttention`."""
+    """Softmax attention, multi-head or grouped-query."""
 
     supports_masks = True
     shares_kv_heads = True
+    attention_class: ClassVar[type[SelfAttention]] = SelfAttention
 
     gate: bool = Field(False, description="the sigmoid of a gate, projected as queries are, multiplies the result")
 
@@ -110,7 +111,7 @@ class SoftmaxMixer(Mixer):
             norm, qk_norm = partial(nn.RMSNorm, elementwise_affine=False), "head" if kind.rope_theta else "none"
         elif qk_norm == "heads":
             norm = partial(NormOfHeads, config.head_dim, config.norm != "rms")
-        return SelfAttention(
+        return self.attention_class(
             config,
             _core(config, kind, config.attention_scale or None),
             bias=config.attention_bias != "none",
@@ -130,7 +131,7 @@ class SoftmaxMixer(Mixer):
 
 
 class LatentMixer(Mixer):
-    """`LatentAttention`."""
+    """Multi-head latent attention (arXiv 2405.04434)."""
 
     supports_masks = True
 
@@ -146,7 +147,7 @@ class LatentMixer(Mixer):
 
 
 class DeltaMixer(Mixer):
-    """`GatedDeltaNet`."""
+    """The gated delta net (arXiv 2412.06464)."""
 
     not_in_weights = frozenset({"chunk_size"})
     supports_masks = True
@@ -189,7 +190,7 @@ class DeltaMixer(Mixer):
 
 
 class MambaMixer(Mixer):
-    """`Mamba2`."""
+    """Mamba-2 (arXiv 2405.21060)."""
 
     not_in_weights = frozenset({"chunk_size"})
     supports_masks = True
