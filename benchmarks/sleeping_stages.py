@@ -57,8 +57,10 @@ class SleepingStage(nn.Module):
         if is_first:  # like an embedding table, so that later stages have gradients
             self.entry = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: torch.Tensor, *_: None) -> torch.Tensor:
-        """Sleep, then add the weight: [batch, seq, hidden]."""
+    def forward(self, x: torch.Tensor | Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Sleep, then add the weight: [batch, seq, hidden]. Our runtime gives a batch, and a later stage's input."""
+        if isinstance(x, Batch):
+            x = x.tokens if hidden is None else hidden
         if self.is_first:
             x = x + self.entry
         x = _Sleep.apply(x, self)

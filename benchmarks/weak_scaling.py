@@ -101,7 +101,7 @@ def draw(studies: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """A panel for each study."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     labels = ("efficiency of a process", "weak scaling efficiency", "TFLOP/s of a GPU")
     styles = {"measured": "o-", "stated": "o-", "predicted": "x--"}
     for panel, (name, points), label in zip(figure.subplots(1, 3), studies.items(), labels, strict=True):
@@ -111,7 +111,7 @@ def draw(studies: dict[str, list[dict[str, Any]]], path: Path) -> None:
                 told = "measured by its authors" if kind == "stated" else kind
                 panel.plot([p["gpus"] for p in known], [p[kind] for p in known], style, label=told)
         panel.set(xscale="log", xlabel="processes", ylabel=label, title=name)
-        panel.set_xticks([p["gpus"] for p in points], [str(p["gpus"]) for p in points], fontsize=7)
+        panel.set_xticks([p["gpus"] for p in points], [str(p["gpus"]) for p in points], fontsize=8, rotation=60)
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)

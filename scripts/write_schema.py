@@ -3,19 +3,25 @@ TOMLs, and docs/settings.md; and docs/coming_from.md from the table of other too
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the code next to this file, not an installed one
 
+from titan_like.config.entry_points import MIXERS  # noqa: E402
 from titan_like.config.formulas import names_in  # noqa: E402
 from titan_like.config.load import described_options, purpose_of  # noqa: E402
+from titan_like.config.monitoring import ValidationSet  # noqa: E402
 from titan_like.config.schema import JobConfig  # noqa: E402
 from titan_like.config.synonyms import Tool, shown_key, tools  # noqa: E402
+from titan_like.models.decoder.config import LayerKind  # noqa: E402
 from titan_like.models.registry import config_class  # noqa: E402
+from titan_like.models.rope_scaling import RopeScaling  # noqa: E402
 
 ABOUT = """A TOML file has a table for each section; on the command line a key is `--section.key VALUE`.
 [Configuration](configuration.md) describes the file format, and `python train.py --help` prints the same."""
@@ -36,7 +42,9 @@ def settings_page(sections: Mapping[str, Any]) -> str:
             "|---|---|---|---|",
         ]
         for key, kind, default, meaning in described_options(section):
-            cells = f"`{key}`", kind.replace(" | ", " or "), f"`{default}`", meaning.replace("<", "&lt;")
+            kinds = [f"`{part}`" if part.startswith('"') else part for part in kind.split(" | ")]
+            text = re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", meaning.replace("<", "&lt;"))
+            cells = f"`{key}`", " or ".join(kinds), f"`{default}`", text
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -79,7 +87,11 @@ def coming_page(known: Mapping[str, Tool]) -> str:
 def written() -> dict[str, str]:
     """The files' contents by their paths in the repository."""
     sections = {name: field.annotation for name, field in JobConfig.model_fields.items()}
+    sections["a table of evaluation.sets"] = ValidationSet
     sections |= {f"model.overrides of {family}": config_class(family) for family in FAMILIES}
+    sections |= {"kinds.NAME of decoder": LayerKind, "rope_scaling of decoder": RopeScaling}
+    mixers = {f"options of the mixer {name}": resolve_name(path) for name, path in MIXERS.items()}
+    sections |= {title: mixer for title, mixer in mixers.items() if mixer.model_fields}
     schema = json.dumps(JobConfig.model_json_schema(), indent=2) + "\n"
     pages = {"docs/settings.md": settings_page(sections), "docs/coming_from.md": coming_page(tools())}
     return {"train_configs/schema.json": schema} | pages

@@ -295,8 +295,8 @@ def test_a_wrong_name_or_entry_point_is_one_sentence(home: Path, family: str, wa
     [
         (', "layers.*.mlp_scale": ReplicatedScale', "", "leaves out the parameter layers.0.mlp_scale.weight"),
         (
-            "DECODER(config) | {",
-            'DECODER(config) | {"layers.*": "region", ',
+            "DECODER(config) | scales",
+            'DECODER(config) | {"layers.*": "region"} | scales',
             "layers.0.attention_norm, which is in a region, a norm; use head_norm",
         ),
     ],

@@ -16,6 +16,7 @@ from titan_like.config.load import load_config
 from titan_like.evaluate.inference import load
 from titan_like.metrics.flops import model_flops_per_token
 from titan_like.models.batch import Batch
+from titan_like.models.decoder.model import Decoder
 from titan_like.models.registry import model_config
 from titan_like.parallel.layout import resolve_layout
 from titan_like.planner import trace as traces
@@ -72,7 +73,8 @@ def from_fields(fields):
 def installed(home: Path) -> Iterator[None]:
     """The package's entry points, and a mapping of its own."""
     install(home, "my_hybrid", "titan_like.models", "hybrid = my_models.hybrid.config:HybridConfig")
-    install(home, "my_mixers", "titan_like.mixers", "linear = my_models.hybrid.mixer:LinearMixer")
+    mixers = "linear = my_models.hybrid.mixer:LinearMixer\nhead_gated = my_models.gated.mixer:HeadGatedMixer"
+    install(home, "my_mixers", "titan_like.mixers", mixers)
     (home / "my_models" / "hybrid" / "hugging_face.py").write_text(MAPPING)
     yield
 
@@ -112,6 +114,42 @@ def test_a_layout_computes_the_training_of_one_process(
     monkeypatch.chdir(home)
     monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=[EXACT]))
     assert verify.main([*HYBRID, "--steps=2", "--timeout=300", "--processes=4", *layout]) == 0
+
+
+PLAIN = ["--job.config_file=qwen3.toml", *SMALL]
+GATED = [*PLAIN, "--model.overrides.kinds.full.mixer=head_gated", "--model.overrides.kinds.full.rope_theta=1e6"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(["--parallelism.tensor_parallel_degree=2"], id="tensor"),
+        pytest.param(["--parallelism.tensor_parallel_degree=4"], marks=pytest.mark.exhaustive, id="shared kv heads"),
+        pytest.param([*LAYOUT[:1], *LAYOUT[3:]], marks=pytest.mark.exhaustive, id="sequence"),
+    ],
+)
+def test_a_gate_of_heads_is_verified(home: Path, layout: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(verify_module, "Verifier", partial(Verifier, kinds=[EXACT]))
+    assert verify.main([*GATED, "--steps=2", "--timeout=300", "--processes=4", *layout]) == 0
+
+
+def test_gates_of_one_half_are_half_the_output_matrix(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.chdir(home)
+    torch.manual_seed(0)
+    tokens = torch.randint(257, (2, 64))
+    with in_float64(), torch.no_grad():
+        gated, plain = (Decoder(model_config(load_config(settings).model)) for settings in (GATED, PLAIN))
+        for parameter in gated.parameters():
+            parameter.normal_(0, 0.1)
+        values = gated.state_dict()
+        for name in [name for name in values if ".head_gate." in name]:
+            values.pop(name).zero_()
+        plain.load_state_dict({key: v / 2 if key.endswith("attention.proj.weight") else v for key, v in values.items()})
+        result, expected = (model(Batch(tokens))[..., :257] for model in (gated, plain))
+    assert (result - expected).abs().max() < bound() * expected.abs().max()
 
 
 def test_it_is_planned_and_searched(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_timeline import unit_step as made_timeline
+from tests.unit.test_timeline import unit_step
 from titan_like.commands.report import main
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
@@ -81,7 +81,7 @@ def test_a_page_has_everything_and_nothing_from_elsewhere(tmp_path: Path, capsys
     })  # fmt: skip
     (folder / "timeline").mkdir()
     for step in (9, 20):
-        (folder / "timeline" / f"step-{step}.json").write_text(json.dumps(chrome_trace(made_timeline())))
+        (folder / "timeline" / f"step-{step}.json").write_text(json.dumps(chrome_trace(unit_step())))
     text, page = page_of(folder)
     assert {key for _, key, _ in page.attributes} & {"src", "href", "onclick", "srcset"} == set()
     assert "http" not in text and "<script" not in text and "@import" not in text and "url(" not in text
@@ -140,8 +140,9 @@ def test_numbers_are_short() -> None:
 
 
 def test_a_timeline_has_a_box_for_each_pass() -> None:
-    step = made_timeline()
+    step = unit_step()
     boxes = [e for e in ET.fromstring(timeline(step)) if (e.get("class") or "").startswith("pass")]
     assert len(boxes) == len(step.passes)
     ends = [float(box.get("x") or 0) + float(box.get("width") or 0) for box in boxes]
     assert max(ends) == pytest.approx(60 + 2 * 460 - 70, abs=1)
+    assert 'class="gap exposed"' in timeline(unit_step(transfer=0.5)) and 'class="gap' not in timeline(step)

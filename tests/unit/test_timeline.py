@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import device
 
 from titan_like.metrics.step_timeline import (
+    GAPS,
     Phase,
     RankTimes,
     StepTimeline,
@@ -13,7 +14,7 @@ from titan_like.metrics.step_timeline import (
     measured,
     simulated,
 )
-from titan_like.metrics.timeline_report import figures, rank_shares
+from titan_like.metrics.timeline_report import figures, headline, legend_of, rank_shares
 from titan_like.parallel.schedules.simulate import Event, ideal_bubble, unit_time
 from titan_like.parallel.schedules.tables import SCHEDULES, Action
 from titan_like.parallel.timeline import Timeline
@@ -76,10 +77,35 @@ def test_wait_is_bubble_until_the_message_is_made_and_exposed_from_there():
         Event(0, Action("B", 0, 0), 4.6, 6.6),
     ]
     waits = [Event(1, Action("F", 1, 0), 0.0, 1.4), Event(0, Action("B", 0, 0), 1.0, 4.6)]
-    first, second = rank_shares(StepTimeline("1f1b", 2, 1, passes, waits))
+    step = StepTimeline("1f1b", 2, 1, passes, waits)
+    first, second = rank_shares(step)
     assert (first.compute, first.bubble, first.exposed_communication, first.other) == pytest.approx((3, 3.5, 0.1, 0))
     assert (second.compute, second.bubble, second.exposed_communication) == pytest.approx((3, 1 + 2.1, 0.4))
     assert second.other == pytest.approx(0.1)  # between its passes, without a wait
+    assert [gap[1:] for gap in step.gaps if gap.rank == 1] == [
+        ("bubble", 0.0, 1.0),
+        ("exposed communication", 1.0, 1.4),
+        ("between passes", 2.4, 2.5),
+        ("bubble", 4.5, 6.6),
+    ]
+    # The last rank waits for the first, which computes as long: t_pb is 3.5 of t_id 3 on the first rank.
+    assert figures(step).bubble_fraction == pytest.approx(3.5 / 3)
+    assert "bubble 1.167" in headline(step)
+    assert legend_of(step) == {
+        "F": "forward passes 1,000.00 ms",
+        "B": "backward passes 2,000.00 ms",
+        "bubble": "bubble 3,300.00 ms",
+        "exposed communication": "exposed communication 250.00 ms",
+        "between passes": "between passes 50.00 ms",
+    }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gaps_and_passes_fill_each_ranks_time(schedule):
+    step = unit_step(schedule, transfer=0.25)
+    for rank in range(4):
+        starts, ends = zip(*sorted((e.start, e.end) for e in (*step.passes, *step.gaps) if e.rank == rank), strict=True)
+        assert (*starts, step.seconds) == pytest.approx((0.0, *ends))
 
 
 def test_ranks_with_different_clocks_come_onto_one():
@@ -131,8 +157,9 @@ def test_trace_keeps_to_the_trace_event_format(schedule):
         assert event.get("dur", 0) >= 0
 
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and "name" in e["args"]]
-    assert names == [n for rank in range(4) for n in (f"pipeline rank {rank}", "passes", "waiting", "rest of the step")]
+    assert names == [n for rank in range(4) for n in (f"pipeline rank {rank}", "passes", "gaps", "rest of the step")]
 
+    assert {e["name"] for e in trace["traceEvents"] if e.get("cat") == "gap"} <= set(GAPS)
     passes = [e for e in trace["traceEvents"] if e["ph"] == "X" and "args" in e]
     assert len(passes) == len(step.passes)
     for found, expected in zip(passes, step.passes, strict=True):

@@ -13,9 +13,9 @@ from titan_like.config.errors import printable, shortened
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.console import format_duration
 from titan_like.metrics.loss_curve import plotted_range
-from titan_like.metrics.step_timeline import KINDS, StepTimeline
+from titan_like.metrics.step_timeline import StepTimeline
 from titan_like.metrics.svg_chart import Curve, chart, number, timeline
-from titan_like.metrics.timeline_report import headline, report
+from titan_like.metrics.timeline_report import headline, legend_of, report
 
 _GIB = 2**30
 # Title → the keys of its curves and a factor of their values.
@@ -56,9 +56,9 @@ def page(
     if forecast:
         body += ["<h2>Predicted and measured</h2>", _forecast(forecast)]
     if step:
-        legend = " ".join(f'<b class="key pass{kind}"></b>{text}' for kind, text in KINDS.items())
+        legend = " ".join(f'<b class="key {key.split()[0]}"></b>{text}' for key, text in legend_of(step[1]).items())
         body.append(f"<h2>Timeline of {escape(step[0])}</h2><p>{escape(headline(step[1]))}</p>")
-        body.append(f'<div class="wide">{timeline(step[1])}</div><p class="legend">{legend} grey: idle</p>')
+        body.append(f'<div class="wide">{timeline(step[1])}</div><p class="legend">{legend} (means of the ranks)</p>')
         body.append(f"<details><summary>figures</summary><pre>{escape(report(step[1], step[0]))}</pre></details>")
     body += ["<h2>Settings</h2>", _settings(settings)]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}'

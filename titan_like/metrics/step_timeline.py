@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from titan_like.parallel.schedules.tables import Action, inputs, outcome, schedu
 from titan_like.parallel.timeline import Phase, RankTimes
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+GAPS = ("bubble", "exposed communication", "between passes")  # what a rank does besides its passes: `StepTimeline.gaps`
 
 _Span = TypeVar("_Span", Event, Phase)
 
@@ -66,6 +68,26 @@ class StepTimeline:
     @cached_property
     def _makers(self) -> dict[Action, Event]:
         return {outcome(event.action): event for event in self.passes}
+
+    @cached_property
+    def gaps(self) -> list[Phase]:
+        """The time of each rank outside its passes, from the first pass of any rank to the last, named as in `GAPS`.
+
+        A wait is bubble until the pass that it waits for has ended, and exposed communication after. A rank that has
+        done its last pass waits for the others. The rest, between passes, posts messages and completes sends.
+        """
+        spans, waits = [], {(wait.rank, wait.end): wait.start for wait in self.waits}
+        for rank, passes in groupby(sorted(self.passes, key=lambda event: (event.rank, event.start)), lambda e: e.rank):
+            free = 0.0
+            for event in passes:
+                since = max(waits.get((rank, event.start), event.start), free)
+                made = max([since, *(sender.end for sender in self.senders(event.action))])
+                edges = free, since, min(made, event.start), event.start
+                names = "between passes", "bubble", "exposed communication"
+                spans += [Phase(rank, name, *edge) for name, edge in zip(names, pairwise(edges), strict=True)]
+                free = event.end
+            spans.append(Phase(rank, "bubble", free, self.seconds))
+        return [span for span in spans if span.end > span.start]
 
     def after_passes(self) -> dict[str, float]:
         """Seconds that each phase adds to the step, until the last rank has finished it."""
@@ -135,8 +157,8 @@ def clock_offset(reference: Sequence[tuple[float, float]], other: Sequence[tuple
     return (lowest + highest) / 2, (highest - lowest) / 2
 
 
-_PASSES, _WAITS, _PHASES = range(3)  # rows of a rank
-_ROWS = ("passes", "waiting", "rest of the step")
+_PASSES, _GAPS, _PHASES = range(3)  # rows of a rank
+_ROWS = ("passes", "gaps", "rest of the step")
 
 
 def chrome_trace(timeline: StepTimeline) -> dict[str, Any]:
@@ -153,9 +175,8 @@ def _events(timeline: StepTimeline) -> Iterator[dict[str, Any]]:
         kind, stage, microbatch = event.action
         arguments = {"pass": KINDS[kind], "stage": stage, "microbatch": microbatch}
         yield _slice(event, f"{kind}{microbatch} of stage {stage}", KINDS[kind], _PASSES) | {"args": arguments}
-    for wait in timeline.waits:
-        kind, stage, microbatch = wait.action
-        yield _slice(wait, f"for {kind}{microbatch} of stage {stage}", "waiting", _WAITS)
+    for gap in timeline.gaps:
+        yield _slice(gap, gap.name, "gap", _GAPS)
     for phase in timeline.phases:
         yield _slice(phase, phase.name, "phase", _PHASES)
     messages = ((sender, taker) for taker in timeline.passes for sender in timeline.senders(taker.action))

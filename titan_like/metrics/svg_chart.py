@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from titan_like.metrics.step_timeline import KINDS, StepTimeline
 
@@ -83,10 +84,15 @@ def timeline(step: StepTimeline) -> str:
     parts = []
     for rank in range(step.pipeline_degree):
         y = _ROW * rank
-        parts.append(f'<rect class="idle" x="60" y="{y}" width="{2 * _WIDTH - 70}" height="{_ROW - 3}"/>')
+        parts.append(f'<rect class="bubble" x="60" y="{y}" width="{2 * _WIDTH - 70}" height="{_ROW - 3}"/>')
         parts.append(f'<text x="54" y="{y + 14}" text-anchor="end">rank {rank}</text>')
-    for (kind, stage, microbatch), start, end, rank in ((e.action, e.start, e.end, e.rank) for e in step.passes):
-        title = f"{KINDS[kind]} {microbatch} of stage {stage}: {1000 * (end - start):.2f} ms"
+    boxes: list[tuple[str, str, str, Any]] = []
+    boxes += [("gap", gap.name, gap.name, gap) for gap in step.gaps if gap.name != "bubble"]
+    for event in step.passes:
+        kind, stage, microbatch = event.action
+        boxes.append(("pass", kind, f"{KINDS[kind]} {microbatch} of stage {stage}", event))
+    for role, key, name, (rank, *_, start, end) in boxes:
         place = f'x="{60 + scale * start:.1f}" y="{_ROW * rank}" width="{max(0.5, scale * (end - start) - 0.5):.1f}"'
-        parts.append(f'<rect class="pass{kind}" {place} height="{_ROW - 3}"><title>{title}</title></rect>')
+        title = f"<title>{name}: {1000 * (end - start):.2f} ms</title>"
+        parts.append(f'<rect class="{role} {key.split()[0]}" {place} height="{_ROW - 3}">{title}</rect>')
     return f'<svg viewBox="0 0 {2 * _WIDTH} {height}" role="img" aria-label="timeline">{"".join(parts)}</svg>'

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titan_like.config.errors import require
-from titan_like.metrics.step_timeline import KINDS, StepTimeline
+from titan_like.metrics.step_timeline import StepTimeline
+from titan_like.metrics.timeline_report import legend_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +23,8 @@ _COLOURS = {
     "I": ((0.05, 0.50, 0.55), (0.62, 0.88, 0.90)),
     "W": ((0.80, 0.45, 0.05), (0.99, 0.83, 0.58)),
 }
-_IDLE = (0.88, 0.88, 0.88)
-_ROW, _GAP = 0.38, 0.75  # inches of a rank's row, and between two steps
+_GAPS = {"bubble": (0.88,) * 3, "exposed communication": (0.85, 0.25, 0.25), "between passes": (0.45,) * 3}
+_ROW, _GAP = 0.38, 1.0  # inches of a rank's row, and between two steps
 
 
 def can_draw() -> bool:
@@ -37,35 +38,38 @@ def check_picture(option: str, path: str | None) -> None:
     require(path is None or can_draw(), option, path, "needs matplotlib: pip install 'titan_like[plot]'")
 
 
-def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 12.0) -> None:
+def draw(steps: Sequence[tuple[str, StepTimeline]], path: Path, width: float = 9.0) -> None:
     """Draw steps with their titles, one above the other, on one time axis; ``width`` is in inches.
 
     A row is a rank, a box a pass with the number of its microbatch, counted from 0. Shades, from dark to light, are the
-    stages of a rank. Grey is idle.
+    stages of a rank. Each step's legend has the milliseconds of its parts, which are means of the ranks.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     end = max(step.seconds for _, step in steps)
     heights = [_ROW * step.pipeline_degree + _GAP for _, step in steps]
-    figure = Figure(figsize=(width, sum(heights) + 0.45), layout="constrained")
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (title, step) in zip(panels, steps, strict=True):
         _draw_step(panel, step, inches_per_second=0.9 * width / end)
         panel.set_title(title, fontsize=9, loc="left")
     panels[-1].set(xlim=(0, 1000 * end))
-    panels[-1].set_xlabel("ms", fontsize=8)
-    kinds = [kind for kind in KINDS if any(event.action.kind == kind for _, step in steps for event in step.passes)]
-    patches = [*(Patch(color=_COLOURS[kind][0], label=KINDS[kind]) for kind in kinds), Patch(color=_IDLE, label="idle")]
-    figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8)
+    panels[-1].set_xlabel("ms", fontsize=8, loc="right")
     figure.savefig(path, dpi=130)
 
 
 def _draw_step(panel: Axes, step: StepTimeline, inches_per_second: float) -> None:
+    from matplotlib.patches import Patch
+
+    parts = legend_of(step)
+    colours_of = {kind: shades[0] for kind, shades in _COLOURS.items()} | _GAPS
+    patches = [Patch(color=colours_of[key], label=label) for key, label in parts.items()]
+    panel.legend(handles=patches, loc="upper left", bbox_to_anchor=(0, -0.1), ncols=3, fontsize=8, frameon=False)
     for rank in range(step.pipeline_degree):
-        spans = [(0.0, 1000 * step.seconds)]
-        colours = [_IDLE]
-        edges = [0.0]
+        gaps = [gap for gap in step.gaps if gap.rank == rank]
+        spans = [(1000 * gap.start, 1000 * (gap.end - gap.start)) for gap in gaps]
+        colours: list[Any] = [_GAPS[gap.name] for gap in gaps]
+        edges = [0.0] * len(gaps)
         for _, (kind, stage, microbatch), start, end in (event for event in step.passes if event.rank == rank):
             shade = step.ranks[:stage].count(rank) / max(step.ranks.count(rank) - 1, 1)
             inches, digits = inches_per_second * (end - start), len(str(microbatch))

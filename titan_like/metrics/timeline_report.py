@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Column, Table
 
-from titan_like.metrics.step_timeline import KINDS, StepTimeline, as_simulated
+from titan_like.metrics.step_timeline import GAPS, KINDS, StepTimeline, as_simulated
 from titan_like.parallel.schedules.simulate import bubble_fraction, ideal_bubble
 from titan_like.parallel.schedules.tables import Action
 
@@ -25,19 +25,19 @@ _AFTER = {"gradient norm": "optimizer"}  # a prediction does not separate them
 
 
 class RankShares(NamedTuple):
-    """The parts of one rank's time between the step's first and last pass, in seconds."""
+    """The parts of one rank's time between the step's first and last pass, in seconds: see `StepTimeline.gaps`."""
 
     compute: float
-    bubble: float  # waiting for passes of other ranks, and idle after its own last pass
-    exposed_communication: float  # waiting for messages whose data was already computed
-    other: float  # between passes without waiting for an input: posting messages, completing sends
+    bubble: float
+    exposed_communication: float
+    other: float
 
 
 @dataclass(frozen=True)
 class TimelineFigures:
     """The main figures of a step."""
 
-    bubble_fraction: float  # idle over compute time of the busiest rank (arXiv 2104.04473)
+    bubble_fraction: float  # t_pb / t_id of arXiv 2104.04473: see `bubble_of`
     bubble_fraction_simulated: float  # the same without messages and gaps; see `as_simulated`
     bubble_fraction_ideal: float  # with equal stages and backward passes twice as long as forward passes
     slowest_stage: int
@@ -59,7 +59,7 @@ def figures(timeline: StepTimeline) -> TimelineFigures:
     slowest = max(stages, key=stage_seconds.__getitem__)
     ideal = ideal_bubble(timeline.schedule, degree, timeline.virtual_stages, timeline.num_microbatches)
     return TimelineFigures(
-        bubble_fraction=bubble_fraction(timeline.passes, degree),
+        bubble_fraction=bubble_of(timeline),
         bubble_fraction_simulated=bubble_fraction(as_simulated(timeline).passes, degree),
         bubble_fraction_ideal=ideal,
         slowest_stage=slowest,
@@ -71,24 +71,25 @@ def figures(timeline: StepTimeline) -> TimelineFigures:
 
 
 def rank_shares(timeline: StepTimeline) -> list[RankShares]:
-    """Split each rank's time. A wait is bubble until the pass it waits for has ended, exposed communication after."""
-    shares, total = [], timeline.seconds
-    for rank in range(timeline.pipeline_degree):
-        passes = [event for event in timeline.passes if event.rank == rank]
-        compute = sum(event.end - event.start for event in passes)
-        bubble, exposed = total - max(event.end for event in passes), 0.0
-        for wait in (wait for wait in timeline.waits if wait.rank == rank):
-            start = max(wait.start, 0.0)
-            made = min(max([start, *(sender.end for sender in timeline.senders(wait.action))]), wait.end)
-            bubble += made - start
-            exposed += wait.end - made
-        shares.append(RankShares(compute, bubble, exposed, total - compute - bubble - exposed))
-    return shares
+    """Split each rank's time."""
+    seconds = [dict.fromkeys(GAPS, 0.0) for _ in range(timeline.pipeline_degree)]
+    for gap in timeline.gaps:
+        seconds[gap.rank][gap.name] += gap.end - gap.start
+    return [RankShares(timeline.seconds - sum(parts.values()), *parts.values()) for parts in seconds]
+
+
+def bubble_of(timeline: StepTimeline) -> float:
+    """The busiest rank's wait for passes of others over its compute time, t_pb / t_id of arXiv 2104.04473, section 2.2.
+
+    Messages and what else lies between passes do not count.
+    """
+    busiest = max(rank_shares(timeline), key=lambda share: round(share.compute, 9))  # the first of equal ranks
+    return busiest.bubble / busiest.compute
 
 
 def headline(step: StepTimeline) -> str:
     """A line with the pipeline and the time of a step."""
-    stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_fraction(step.passes, step.pipeline_degree)
+    stages, bubble = len(step.ranks) // step.pipeline_degree, bubble_of(step)
     of_each = f" of {stages} stages each" if stages > 1 else ""
     ranks = "1 rank" if step.pipeline_degree == 1 else f"{step.pipeline_degree} ranks"
     microbatches = "1 microbatch" if step.num_microbatches == 1 else f"{step.num_microbatches} microbatches"
@@ -100,7 +101,7 @@ def sentences(summary: TimelineFigures, parts: dict[str, float]) -> list[str]:
     names = list(parts)[list(parts).index("first to last pass") + 1 : -1]
     after = "".join(f"{name} {milliseconds(parts[name])} ms, " for name in names)
     return [
-        f"bubble fraction (idle / compute): {summary.bubble_fraction:.3f}, "
+        f"bubble fraction (waiting for other ranks / compute): {summary.bubble_fraction:.3f}, "
         f"{summary.bubble_fraction_simulated:.3f} without messages, "
         f"{summary.bubble_fraction_ideal:.3f} for equal stages",
         f"after the last pass: {after}step {milliseconds(parts['step'])} ms",
@@ -195,13 +196,20 @@ def parts_of(step: StepTimeline) -> dict[str, float]:
         if times:
             parts[name] = sum(times) / step.pipeline_degree
     _, *idle = map(fmean, zip(*rank_shares(step), strict=True))
-    parts |= zip(("bubble", "exposed communication", "between passes"), idle, strict=True)
+    parts |= zip(GAPS, idle, strict=True)
     parts["first to last pass"] = step.seconds
     after = step.after_passes()
     for name, seconds in after.items():
         name = _AFTER.get(name, name)
         parts[name] = parts.get(name, 0.0) + seconds
     return parts | {"step": step.seconds + sum(after.values())}
+
+
+def legend_of(step: StepTimeline) -> dict[str, str]:
+    """Kinds of passes and names of gaps → their names and times in ms, of the parts from first to last pass."""
+    parts = parts_of(step)
+    names = _PARTS | {gap: gap for gap in GAPS}
+    return {key: f"{name} {milliseconds(parts[name])} ms" for key, name in names.items() if parts.get(name)}
 
 
 def differences(predicted: StepTimeline, measured: StepTimeline) -> list[PartOfSteps]:

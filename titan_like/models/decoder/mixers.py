@@ -96,10 +96,11 @@ def _core(config: DecoderConfig, kind: LayerKind, scale: float | None) -> Attent
 
 
 class SoftmaxMixer(Mixer):
-    """`SelfAttention`."""
+    """Softmax attention, multi-head or grouped-query."""
 
     supports_masks = True
     shares_kv_heads = True
+    attention_class: ClassVar[type[SelfAttention]] = SelfAttention
 
     gate: bool = Field(False, description="the sigmoid of a gate, projected as queries are, multiplies the result")
 
@@ -111,7 +112,7 @@ class SoftmaxMixer(Mixer):
             norm, qk_norm = partial(nn.RMSNorm, elementwise_affine=False), "head" if kind.rope_theta else "none"
         elif qk_norm == "heads":
             norm = partial(NormOfHeads, config.head_dim, config.norm != "rms")
-        return SelfAttention(
+        return self.attention_class(
             config,
             _core(config, kind, config.attention_scale or None),
             bias=config.attention_bias != "none",
@@ -131,7 +132,7 @@ class SoftmaxMixer(Mixer):
 
 
 class LatentMixer(Mixer):
-    """`LatentAttention`."""
+    """Multi-head latent attention (arXiv 2405.04434)."""
 
     supports_masks = True
 
@@ -163,7 +164,7 @@ class Recurrence(Mixer):
 
 
 class DeltaMixer(Recurrence):
-    """`GatedDeltaNet`."""
+    """The gated delta net (arXiv 2412.06464)."""
 
     key_heads: int = Field(gt=0, le=2**20, description="heads of queries and keys")
     value_heads: int = Field(gt=0, le=2**20, description="heads of values, a multiple of key_heads")
@@ -199,7 +200,7 @@ class DeltaMixer(Recurrence):
 
 
 class KimiDeltaMixer(Recurrence):
-    """`KimiDeltaAttention`."""
+    """Kimi's delta attention (arXiv 2510.26692)."""
 
     heads: int = Field(gt=0, le=2**20, description="heads, each of which has a state")
     head_size: int = Field(gt=0, le=2**20, description="width of a head's queries, keys and values, and of the latents")
@@ -225,7 +226,7 @@ class KimiDeltaMixer(Recurrence):
 
 
 class MambaMixer(Recurrence):
-    """`Mamba2`."""
+    """Mamba-2 (arXiv 2405.21060)."""
 
     heads: int = Field(gt=0, le=2**20, description="heads, each of which has a state")
     head_size: int = Field(gt=0, le=2**20, description="width of a head")

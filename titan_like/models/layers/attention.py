@@ -278,7 +278,15 @@ class SelfAttention(nn.Module):
             q = q * context.query_scale[..., None, None].type_as(q)
         masks = context.document_mask, context.bias
         attended = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks).transpose(1, 2)
-        return self.proj((attended if gate is None else attended * gate.sigmoid()).flatten(2, 3))
+        return self.proj(self.gate_output(attended, gate, x).flatten(2, 3))
+
+    def gate_output(self, attended: torch.Tensor, gate: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        """The core's result → what the output projection takes, both [batch, seq, heads, head_dim]; to be overridden.
+
+        ``gate`` has the same shape, if there is one, and ``x``, [batch, seq, hidden], is the input of `forward`. Heads
+        are those of this rank: matrices that make them from x are split by columns.
+        """
+        return attended if gate is None else attended * gate.sigmoid()
 
     def normalise(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys, [batch, seq, heads, head_dim] each, after their norms, if there are any."""
