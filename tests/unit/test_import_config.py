@@ -231,7 +231,7 @@ IN_OTHER_UNITS = {
     "max_iters = 2000\nn_layer = 2\nlearning_rate = 1e-3\nbatch_size = 2\nwarmup_iters = 5": (
         "lr_scheduler.decay_steps = 600000", {"lr_scheduler.decay_steps": 600000}),
     f"{MEGATRON} --position-embedding-type none": ('"gpt"; positions are learned (gpt) or rotary', {}),
-    f"{MEGATRON} --num-experts 4 --swiglu --disable-bias-linear": ("rotary_fraction: positions are learned (gpt) or rotary", {}),
+    f"{MEGATRON} --num-experts 4 --swiglu --disable-bias-linear": ("rotary_fraction: positions are learned", {}),
     f"{MEGATRON} --load elsewhere": ("the weights of Megatron's own checkpoints are not read", {}),
 }  # fmt: skip
 

@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
         return 1
     names = [run.name for run in ranked]
     print(loss_curve.text_table(table, names))
+    if sentence := loss_curve.differing_validation(table):
+        print(sentence)
     write_json(options.json, {"best": names[0] if is_done(ranked[0]) else None, "runs": table})
     if not is_done(ranked[0]):
         return 1
