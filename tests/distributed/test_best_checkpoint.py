@@ -19,6 +19,7 @@ from titan_like.checkpoint.loader import CheckpointWeights, one_checkpoint
 from titan_like.checkpoint.step_folders import checkpoint_path, complete_steps, is_resumable, sweep
 from titan_like.config.errors import ConfigError
 from titan_like.hugging_face.folder import local_folder
+from titan_like.train.health import LossWatch
 from titan_like.train.training_state import TrainingState
 from titan_like.train.validation import Validator
 
@@ -139,6 +140,28 @@ def test_without_early_stop_or_finite_losses(tmp_path: Path) -> None:
     assert outcome["steps"] == [10] and outcome["validations"] is None
     with pytest.raises(ConfigError, match="no checkpoint in that folder has a validation loss"):
         one_checkpoint(tmp_path / "plain" / "best", "--checkpoint")
+
+
+def train_with_a_skip(rank: int, folder: Path, dump: Path) -> dict[str, Any]:
+    count = LossWatch.count
+
+    def skips(watch: LossWatch, step: int, loss: float, skipped: bool, *rest: Any) -> None:
+        count(watch, step, loss, skipped or step == 4, *rest)
+
+    with patch.object(LossWatch, "count", skips):
+        return train(rank, folder, dump, {"checkpoint.interval": 10}, LOSSES)
+
+
+def test_the_best_is_kept_after_a_skipped_update_and_named_only_if_it_is_there(tmp_path: Path) -> None:
+    base_config(tmp_path, {})
+    outcome = collect(train_with_a_skip, 1, tmp_path, tmp_path / "run")[0]
+    assert outcome["steps"] == [4, 8] and f"in {tmp_path / 'run/checkpoint/step-4'};" in outcome["printed"]
+    settings = {"checkpoint.keep_best": False, "training.steps": 6}  # 4 was the best, and is not kept
+    collect(train, 1, tmp_path, tmp_path / "late", settings, LOSSES)
+    outcome = collect(train, 1, tmp_path, tmp_path / "late", {}, LOSSES)[0]
+    assert outcome["steps"] == [8]
+    best = one_checkpoint(tmp_path / "late" / "best", "--checkpoint")
+    assert f"in {best};" in outcome["printed"] and best.is_dir()
 
 
 def test_every_instant_of_a_run_leaves_complete_checkpoints_and_the_best(tmp_path: Path) -> None:

@@ -214,6 +214,36 @@ def test_what_cannot_be_taken_is_told(tmp_path, capsys):
     assert "hf_abc" not in told + (tmp_path / "my.toml").read_text() and "name" not in tree["optimizer"]
 
 
+BATCH = '"per_device_train_batch_size": 1, "learning_rate": 1e-4, "train_file": "a.txt", "block_size": 8'
+MEGATRON = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8\\\n"
+MEGATRON += "--micro-batch-size 1 --global-batch-size 1 --train-iters 9 --lr 1e-3"
+UNKNOWN = "the length in steps is not known; set"
+AXOLOTL = "base_model: a/b\nsequence_len: 8\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\nlearning_rate: 1e-4\n"
+IN_OTHER_UNITS = {
+    f'{{{BATCH}, "warmup_ratio": 0.1}}': (f"warmup_ratio = 0.1: {UNKNOWN} lr_scheduler.warmup_steps", {}),
+    f'{{{BATCH}, "save_strategy": "epoch", "eval_strategy": "epoch"}}': (
+        "eval_strategy = \"epoch\": the length of an epoch in steps is not known; set evaluation.interval", {}),
+    f'{{{BATCH}, "max_steps": 200, "save_steps": 0.25, "eval_strategy": "steps", "eval_steps": 0.1}}': (
+        "checkpoint.interval = 50", {"checkpoint.interval": 50, "evaluation.interval": 20}),
+    f'{{{BATCH}, "fsdp": "hybrid_shard auto_wrap"}}': ("", {"parallelism.zero_stage": 3}),
+    f"{AXOLOTL}save_steps: 0.5\neval_steps: 0.05": (f"save_steps = 0.5: {UNKNOWN} checkpoint.interval", {}),
+    f"{AXOLOTL}val_set_size: 500": ("val_set_size = 500: a number of records is no share", {}),
+    "max_iters = 2000\nn_layer = 2\nlearning_rate = 1e-3\nbatch_size = 2\nwarmup_iters = 5": (
+        "lr_scheduler.decay_steps = 600000", {"lr_scheduler.decay_steps": 600000}),
+    f"{MEGATRON} --position-embedding-type none": ('"gpt"; positions are learned (gpt) or rotary', {}),
+    f"{MEGATRON} --num-experts 4 --swiglu --disable-bias-linear": ("rotary_fraction: positions are learned", {}),
+    f"{MEGATRON} --load elsewhere": ("the weights of Megatron's own checkpoints are not read", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", IN_OTHER_UNITS)
+def test_shares_and_epochs_are_not_taken_for_steps_nor_left_out_in_silence(text, tmp_path, capsys):
+    told, settings = IN_OTHER_UNITS[text]
+    config = load_config([], stored=imported(tmp_path, text, "--gpus=1") | {"model": {}})
+    assert told in capsys.readouterr().out
+    assert {key: setting(config, key) for key in settings} == settings
+
+
 def test_formulas_are_pythons(tmp_path):
     values = {"a": 3, "b.c": 4.0, "s": "x y", "n": None}
     plain = {"a": 3, "b": type("b", (), {"c": 4.0}), "s": "x y", "n": None}

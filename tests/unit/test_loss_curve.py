@@ -8,7 +8,14 @@ import pytest
 from titan_like.commands.compare import main
 from titan_like.config import load_config
 from titan_like.config.errors import ConfigError
-from titan_like.metrics.loss_curve import above_picture, plotted_range, read_losses, text_curve, text_curves
+from titan_like.metrics.loss_curve import (
+    above_picture,
+    differing_validation,
+    plotted_range,
+    read_losses,
+    text_curve,
+    text_curves,
+)
 from titan_like.metrics.run_files import write_settings
 
 
@@ -74,6 +81,14 @@ def test_runs_are_drawn_over_one_another_with_a_table(tmp_path: Path, capsys: py
         "optimizer.lr": ["0.5", "0.125", "-"],
     }
     assert json.loads((tmp_path / "t.json").read_text())["runs"]["optimizer.lr"] == {"a": 0.5, "b": 0.125}
+
+
+def test_validation_losses_of_different_samples_are_named(tmp_path: Path) -> None:
+    both = {"a": 1.0, "b": 1.0}
+    kept, sizes, lr = {"final validation_loss/x": both}, {"training.global_batch_size": both}, {"optimizer.lr": both}
+    assert "differ in training.global_batch_size" in str(differing_validation(kept | sizes | lr))
+    for rows in (kept | lr, sizes, sizes | {"final validation_loss": {"a": 1.0}}, kept | {"data.num_workers": both}):
+        assert differing_validation(rows) is None
 
 
 def test_a_diverged_run_does_not_flatten_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

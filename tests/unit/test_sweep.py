@@ -8,7 +8,7 @@ import pytest
 
 from titan_like.commands import sweep as command
 from titan_like.config.errors import ConfigError
-from titan_like.search.sweep import Sweep, members, ranking
+from titan_like.search.sweep import Sweep, is_done, members, ranking
 
 GIVEN = ["--training.steps=3", "--model.flavor=debug"]
 # A trainer in the place of the product's: its losses follow from the settings, and rates above 0.5 fail the first time.
@@ -78,6 +78,36 @@ def test_the_command_writes_the_bests_file(
     text = (out / "best.toml").read_text()
     assert "lr = 0.25" in text and "num_layers = 2" in text and "dump_folder" not in text
     assert json.loads((tmp_path / "t.json").read_text())["best"] == "lr=0.25_seed=1"
+
+
+def test_a_run_that_a_signal_ended_is_not_done(tmp_path: Path) -> None:
+    """Whether it had saved or not, and whatever its process returns; a run of which nothing is done is no best."""
+    (tmp_path / "grid.toml").write_text("[optimizer]\nlr = [0.1, 0.2, 0.3]\n")
+    for lines in (
+        "ended by SIGTERM before the first step was done",
+        "torch...SignalException: Process 7 got signal: 15",
+    ):
+        script, out = tmp_path / "trainer.py", tmp_path / lines[:5]
+        wait = "import os, signal\nif '=0.3' in sys.argv[-2]: os.kill(os.getpid(), signal.SIGTERM)\n"
+        script.write_text(f"import sys\n{wait}print({lines!r})\nraise SystemExit(1)\n")
+        runs = members(str(tmp_path / "grid.toml"), GIVEN, out, 1)
+        Sweep([sys.executable, str(script)]).run(runs)
+        assert not [run for run in runs if (run.folder / "outcome.json").exists()]
+        for run in runs:
+            (run.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        (runs[1].folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        (runs[1].folder / "outcome.json").write_text('{"outcome": "ok"}')
+        ranked = ranking(runs)[0]
+        assert [is_done(run) for run in ranked] == [True, False, False] and ranked[0] == runs[1]
+
+
+def test_a_folder_is_of_one_sweep(tmp_path: Path, grid: str) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    sweep, out = Sweep([sys.executable, str(tmp_path / "trainer.py")]), tmp_path / "out"
+    sweep.run(members(grid, GIVEN, out, 1))
+    sweep.run(members(grid, ["--model.flavor=debug", "--training.steps", "3"], out, 1))
+    with pytest.raises(ConfigError, match=r"has a run lr=0\.1_seed=1 with another training\.steps; name"):
+        sweep.run(members(grid, [*GIVEN, "--training.steps=4"], out, 1))
 
 
 @pytest.mark.parametrize(

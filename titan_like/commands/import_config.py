@@ -25,7 +25,7 @@ from titan_like.config.options import OptionParser, check_output_file, write_out
 from titan_like.config.paths import to_toml
 from titan_like.config.schema import JobConfig
 from titan_like.config.section import options_of
-from titan_like.config.synonyms import GPUS, Tool, pairs, table
+from titan_like.config.synonyms import GPUS, Tool, pairs, shown_key, table
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # values of keys that change nothing
 _NAME = "imported"  # of the flavor with a shape of the tool
@@ -102,7 +102,10 @@ class Import:
         self.outcomes: dict[str, str] = {}  # our key → what is printed
         self.refused: dict[str, str] = {}  # our key → why its value is not taken
         for key, formula in tool.keys.items():
-            if (value := self._value(key, formula)) is not None:
+            value = self._value(key, formula)
+            if isinstance(value, str) and value.startswith("!"):
+                self.refused[key] = value[1:]
+            elif value is not None:
                 self._take(key, value)
         self._finish_model()
 
@@ -189,13 +192,16 @@ class Import:
             outcomes = ", ".join(self.outcomes[key] for key in keys if key in self.outcomes)
             refusal = next((self.refused[key] for key in keys if key in self.refused), lacks)
             if outcomes:
-                taken.append(f"  {given} = {text} → {outcomes}{f'; {lacks}' if lacks else ''}")
+                taken.append(f"  {given} = {text} → {outcomes}{f'; {refusal}' if refusal else ''}")
             elif why or value in _OFF:
                 needless.append(f"  {given} = {text}: {why or 'it is off'}")
             elif refusal or not keys:
                 lacking.append(f"  {given} = {text}: {refusal or 'is not a key that titan-import knows'}")
             else:
                 needless.append(f"  {given} = {text}: it changes nothing with these values")
+        told = {key for given in self.settings for key in self.tool.uses.get(self.tool.same.get(given, given), [])}
+        by_default = {key: why for key, why in self.refused.items() if key not in told and why in self.tool.keys[key]}
+        lacking += [f"  {shown_key(key)}: {why}" for key, why in by_default.items()]
         lacking += [f"  {name}: is not a literal or simple arithmetic; set it by hand" for name in unread]
         if "from" not in self.tree.get("model", {}):
             missed = {name[1:]: why for name, why in self.tool.missing.items() if name.startswith("!")}

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
     from titan_like.checkpoint.step_folders import hold
     from titan_like.planner.commands.search import run_as_toml
-    from titan_like.search.sweep import Sweep, members, ranking
+    from titan_like.search.sweep import Sweep, is_done, members, ranking
 
     runs = members(options.grid, settings, out, options.processes)
     out.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,11 @@ def main(argv: list[str]) -> int:
         return 1
     names = [run.name for run in ranked]
     print(loss_curve.text_table(table, names))
-    write_json(options.json, {"best": names[0], "runs": table})
+    if sentence := loss_curve.differing_validation(table):
+        print(sentence)
+    write_json(options.json, {"best": names[0] if is_done(ranked[0]) else None, "runs": table})
+    if not is_done(ranked[0]):
+        return 1
     best = run_as_toml(ranked[0].config, options.processes, out / "best.toml", [f"{names[0]}, the best of a sweep"])
     write_output_file(out / "best.toml", best)
     if can_draw():

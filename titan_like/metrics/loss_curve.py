@@ -18,6 +18,9 @@ _SEVERAL = "@"
 _SKIPS = ("skipped", "nan", "spike")
 _AMOUNTS = ("consumed_tokens", "step_time_s", "tokens_per_second", "mfu_model", *_SKIPS)
 _FLAT = 2.0  # losses above the usual ones are left out of a picture if they would make its range this much larger
+# Keys that choose the held-out samples, or their tokens.
+_HELD_OUT = ("data.", "evaluation.sets", "evaluation.steps", "training.seq_len", "training.global_batch_size")
+_READING = ("data.num_workers", "data.num_readers", "data.bad_lines", "data.resume")
 _PLACES = ("job.dump_folder", "job.config_file", "job.description", "metrics.run_name")  # differ in every run
 
 Curve = list[tuple[int, float]]
@@ -68,6 +71,14 @@ def compare_runs(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
         if any(value != next(iter(values.values())) for value in values.values()):
             rows[key] = values
     return dict(rows)
+
+
+def differing_validation(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """A sentence if the runs of `compare_runs` differ in what they validate on; None if at most one validates."""
+    keys = [row for row in rows if row.startswith(_HELD_OUT) and row not in _READING]
+    if not keys or not any(row.startswith("final validation_loss") and len(of) > 1 for row, of in rows.items()):
+        return None
+    return f"the validation losses are of different samples: the runs differ in {', '.join(keys)}"
 
 
 def text_table(rows: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +17,17 @@ from queue import SimpleQueue
 from typing import Any
 
 from titan_like.config.errors import require
-from titan_like.config.load import load_config
+from titan_like.config.load import edit, load_config
 from titan_like.config.options import json_text, write_output_file
-from titan_like.config.paths import read_toml
+from titan_like.config.paths import parse_json, read_toml
 from titan_like.config.schema import JobConfig
 from titan_like.metrics.loss_curve import compare_runs
 from titan_like.metrics.run_files import METRICS_FILE
 from titan_like.search.trial import OK, arguments, failure
 from titan_like.train.rules import resolve_settings
 
-_DONE = "outcome.json"
+_DONE, _SETTINGS = "outcome.json", "sweep.json"
+_STOPPED = re.compile(r"^ stopped by SIG|^ended by SIG|SignalException", re.MULTILINE)  # the last are torchrun's words
 
 
 @dataclass
@@ -78,7 +80,12 @@ class Sweep:
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def run(self, runs: Sequence[Member]) -> None:
-        """Train. Ctrl-C ends the runs, which save first."""
+        """Train. Ctrl-C ends the runs, which save first.
+
+        Raises a `ConfigError` before, if a folder has a run with other settings.
+        """
+        for member in runs:
+            _note_settings(member)
         places = SimpleQueue[str]()
         for gpu in self.gpus or [""]:
             places.put(gpu)
@@ -94,7 +101,6 @@ class Sweep:
     def _train(self, member: Member, places: SimpleQueue[str]) -> None:
         if (member.folder / _DONE).exists() or self._is_over.is_set():
             return
-        member.folder.mkdir(parents=True, exist_ok=True)
         if not self.gpus:  # else two runs would tokenize the same at the same time
             cache = member.folder.parent.resolve() / "data_cache"
             cache.mkdir(exist_ok=True)
@@ -116,13 +122,15 @@ class Sweep:
             return
         text = log.read_bytes()[size:].decode(errors="replace")
         outcome = {"outcome": OK} if code == 0 else failure(text, code)
-        if not re.search("^ stopped by SIG", text, re.MULTILINE):
+        if code == -signal.SIGTERM or _STOPPED.search(text):  # from outside, as at the end of a Slurm job
+            outcome = {"outcome": "stopped by a signal; the same command continues it"}
+        else:
             write_output_file(member.folder / _DONE, json_text(outcome))
         print(f"{member.name}: {outcome.get('reason') or outcome['outcome']}", flush=True)
 
 
 def ranking(runs: Sequence[Member]) -> tuple[list[Member], dict[str, dict[str, Any]]]:
-    """The runs with a loss, the best first, and the table of `compare_runs`.
+    """The runs with a loss, the best first and those that are not done last, and the table of `compare_runs`.
 
     The best has the lowest validation loss (of the first set without a validation split) or, without any, final loss.
     """
@@ -130,11 +138,22 @@ def ranking(runs: Sequence[Member]) -> tuple[list[Member], dict[str, dict[str, A
     table = compare_runs(folders)
     keys = [row for row in table if row.startswith("best validation_loss")] or ["final loss"]
     known = {name: loss for name, loss in table.get(keys[0], {}).items() if loss is not None and loss == loss}
-    failed = {run.name for run in runs if _outcome(run.folder) not in (OK, None)}
-    ranked = sorted((run for run in runs if run.name in known), key=lambda run: (run.name in failed, known[run.name]))
+    ranked = sorted((run for run in runs if run.name in known), key=lambda run: (not is_done(run), known[run.name]))
     return ranked, table
 
 
-def _outcome(folder: Path) -> str | None:
-    path = folder / _DONE
-    return json.loads(path.read_text(encoding="utf-8"))["outcome"] if path.exists() else None
+def is_done(run: Member) -> bool:
+    """Whether a run has trained to its end."""
+    path = run.folder / _DONE
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["outcome"] == OK
+
+
+def _note_settings(member: Member) -> None:
+    """Write a new run's settings to its folder. Raises a `ConfigError` if it has a run with others."""
+    path, settings = member.folder / _SETTINGS, edit(member.config, {"job.config_file": None}).model_dump(mode="json")
+    known = parse_json(path.read_text(encoding="utf-8")) if path.exists() else settings
+    changed = [f"{s}.{key}" for s in settings for key in settings[s] if known.get(s, {}).get(key) != settings[s][key]]
+    reason = f"has a run {member.name} with another {', '.join(changed)}; name another folder, or remove that run's"
+    require(not changed, "--dump_folder", str(member.folder.parent), reason)
+    member.folder.mkdir(parents=True, exist_ok=True)
+    write_output_file(path, json_text(settings))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_like.checkpoint.best import BEST, Validations
+from titan_like.checkpoint.best import BEST, Validations, read_validations
 from titan_like.checkpoint.changes import schedule_of
 from titan_like.checkpoint.checks import saved_state
 from titan_like.checkpoint.loader import (
@@ -30,6 +30,7 @@ from titan_like.checkpoint.step_folders import (
     checkpoint_path,
     folder_of_settings,
     hugging_face_folder,
+    newest_in,
     prune,
     write_validations,
 )
@@ -131,12 +132,15 @@ class TrainingState:
         return f"stopped early at step {self.step}: {known}, and evaluation.patience is {patience}"
 
     def described_best(self) -> str | None:
-        """Where the best checkpoint is, as a sentence; None if none is kept."""
-        best, folder = self.validations, self.saver.folder
-        if not self.config.checkpoint.keep_best or best is None or best.best_loss is None:
+        """Where the best checkpoint is, as a sentence; None if none is kept, and on other ranks than 0."""
+        folder = self.saver.folder
+        if dist.get_rank() > 0 or not self.config.checkpoint.keep_best:
             return None
-        path = checkpoint_path(folder, best.best_step)
-        return f"lowest validation loss: {best.best_loss:.4f}, in {path}; read it as --checkpoint {folder / BEST}"
+        if (path := newest_in(folder / BEST)) == folder / BEST:
+            return None
+        best = read_validations(path)
+        assert best is not None and best.loss is not None
+        return f"lowest validation loss: {best.loss:.4f}, in {path}; read it as --checkpoint {folder / BEST}"
 
     @property
     def loss_scale(self) -> torch.Tensor | float:
@@ -244,7 +248,7 @@ class TrainingState:
         self.finish_save()
         if self.step in self.saved_steps or (self.resumed is not None and self.step == self.resumed.step):
             self._write_validations(self.validations)
-        elif section.keep_best and self.validations.since == 0 and self.losses.consecutive_skips == 0:
+        elif section.keep_best and self.validations.since == 0:  # the weights are good, even if an update was skipped
             self.save()
 
     def _write_validations(self, validations: Validations) -> None:
