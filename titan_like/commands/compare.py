@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
     rows = loss_curve.compare_runs(folders) if len(runs) > 1 or options.json else {}
     if len(runs) > 1:
         print(loss_curve.text_table(rows, list(runs)))
-        if sentence := loss_curve.differing_validation(rows):
-            print(sentence)
+        if differing := loss_curve.differing_validation(rows):
+            print(differing)
     write_json(options.json, {"runs": rows})
     picture = Path(options.out or paths[0] / "loss.png")
     if not can_draw():
