@@ -4,7 +4,8 @@
 
 For each kind of difference it fits profiles to rows without it and predicts the rows with it. Other GPUs and types: a
 recipe's rows of each in turn, from its others, and from the rows of the same software on another GPU. More GPUs: from
-the rows on one node, or on the fewest nodes that have four rows. Experts: from dense models on the same GPU.
+the rows on one node, or on the fewest nodes that have four rows. Several GPUs: other stacks' bf16 rows, from this
+trainer's on one H100. Experts: from dense models on the same GPU.
 
 A band is √(p90² + UNSEEN²) with the p90 of rows left out of the fit. Its coverage of a recipe's rows is computed with
 the UNSEEN that all other recipes give.
@@ -61,6 +62,9 @@ def cases(rows: dict[str, list[Row]]) -> Iterator[Case]:
     for stack in SAME_SOFTWARE:
         for fitted, name in permutations(stack, 2):
             yield Case("another GPU", name, fitted, rows[fitted], rows[name])
+    for name in ("fsdp_h100", "torchtitan_h100", "megatron_lm_h100"):
+        there = [row for row in rows[name] if row.work.dtype == "bfloat16"]
+        yield Case("several GPUs", name, "titan_h100", rows["titan_h100"], there)
     for name in (name for name, recipe in RECIPES.items() if recipe.like):
         for fitted in SAME_SOFTWARE[-1]:
             gpu = RECIPES[fitted].begin(fitted).device.name

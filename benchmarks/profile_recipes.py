@@ -33,6 +33,7 @@ MATH = ("gemm_efficiency", "attention_efficiency")
 NARROW_TYPES = (*MATH, "nvlink_efficiency", "float8_relative", "float4_relative", "contention")
 OF_DENSE = (*NARROW_TYPES, "memory_efficiency", "network_efficiency")  # what models with experts share with others
 EXPERTS = ("grouped_relative", "expert_exposed")
+BETWEEN_NODES = ("grouped_relative", "all_to_all_efficiency")  # where nothing hides the all-to-alls
 
 
 def by_shape(row: Row) -> str:
@@ -55,12 +56,14 @@ class Recipe:
     rows: Callable[[Row], bool] = lambda row: row.work.expert == 1  # which of these
     group: Callable[[Row], str] = by_shape  # rows that are left out together
     like: str = ""  # the profile of dense models that its `OF_DENSE` come from
+    others: dict[str, str] = field(default_factory=dict)  # constants, and the profile that each comes from
 
     def begin(self, name: str) -> Profile:
         """The profile before the fit."""
         known = profiles()
         default = {constant.name: constant.default for constant in fields(Profile)}
-        shared = {constant: getattr(known[self.like], constant) for constant in OF_DENSE} if self.like else {}
+        others = self.others | (dict.fromkeys(OF_DENSE, self.like) if self.like else {})
+        shared = {constant: getattr(known[other], constant) for constant, other in others.items()}
         return known[name].changed(**shared, **{one: self.priors.get(one, default[one]) for one in self.names})
 
     def chosen(self, name: str, rows: Iterable[Row]) -> list[Row]:
@@ -75,11 +78,14 @@ def _early(row: Row) -> bool:
     return row.session.startswith(tuple(f"bloom {day}" for day in days))
 
 
-def _experts(gpus: tuple[str, ...], session: str, like: str) -> Recipe:
+def _experts(
+    gpus: tuple[str, ...], session: str, like: str, names: tuple[str, ...] = EXPERTS, grouped: float = 0.9
+) -> Recipe:
     """Megatron-Bridge's rows with experts, from old or new containers."""
     word = f"mbridge experts{session}"
     return Recipe(
-        EXPERTS,
+        names,
+        {"grouped_relative": grouped},
         studies=tuple((gpu, "mbridge") for gpu in gpus),
         rows=lambda row: row.session.startswith(word),
         group=lambda row: row.model.partition(" (")[0],
@@ -147,6 +153,7 @@ RECIPES: dict[str, Recipe] = {
         (*MATH, "memory_efficiency", "operator_time", "step_time"),
         {"gemm_efficiency": 0.7, "attention_efficiency": 0.25, "operator_time": 3.6e-5, "step_time": 2e-3},
         group=lambda row: row.model,
+        others={"network_efficiency": "megatron_lm_h100"},  # of rows on up to 2,048 nodes
     ),
     "megatron_lm_h100": Recipe(
         (*MATH, "network_efficiency", "contention"), {"gemm_efficiency": 0.75, "contention": 0.05}
@@ -161,5 +168,7 @@ RECIPES: dict[str, Recipe] = {
     "megatron_bridge_experts_gb200": _experts(("GB200",), " new", "megatron_bridge_gb200"),
     "megatron_bridge_experts_gb300_old": _experts(("GB300",), " old", "megatron_bridge_gb300"),
     "megatron_bridge_experts_gb300": _experts(("GB300",), " new", "megatron_bridge_gb300"),
-    "megatron_bridge_experts_b200": _experts(("B200", "B300", "H100"), "", "megatron_bridge_gb200"),
+    "megatron_bridge_experts_b200": _experts(("B200", "B300"), "", "megatron_bridge_gb200", BETWEEN_NODES),
+    # Two rows: its grouped products begin where the fit to the B200 ends.
+    "megatron_bridge_experts_h100": _experts(("H100",), "", "megatron_bridge_h100", BETWEEN_NODES, grouped=0.39),
 }
