@@ -56,14 +56,12 @@ class Recipe:
     rows: Callable[[Row], bool] = lambda row: row.work.expert == 1  # which of these
     group: Callable[[Row], str] = by_shape  # rows that are left out together
     like: str = ""  # the profile of dense models that its `OF_DENSE` come from
-    others: dict[str, str] = field(default_factory=dict)  # constants, and the profile that each comes from
 
     def begin(self, name: str) -> Profile:
         """The profile before the fit."""
         known = profiles()
         default = {constant.name: constant.default for constant in fields(Profile)}
-        others = self.others | (dict.fromkeys(OF_DENSE, self.like) if self.like else {})
-        shared = {constant: getattr(known[other], constant) for constant, other in others.items()}
+        shared = {constant: getattr(known[self.like], constant) for constant in OF_DENSE} if self.like else {}
         return known[name].changed(**shared, **{one: self.priors.get(one, default[one]) for one in self.names})
 
     def chosen(self, name: str, rows: Iterable[Row]) -> list[Row]:
@@ -153,7 +151,6 @@ RECIPES: dict[str, Recipe] = {
         (*MATH, "memory_efficiency", "operator_time", "step_time"),
         {"gemm_efficiency": 0.7, "attention_efficiency": 0.25, "operator_time": 3.6e-5, "step_time": 2e-3},
         group=lambda row: row.model,
-        others={"network_efficiency": "megatron_lm_h100"},  # of rows on up to 2,048 nodes
     ),
     "megatron_lm_h100": Recipe(
         (*MATH, "network_efficiency", "contention"), {"gemm_efficiency": 0.75, "contention": 0.05}
