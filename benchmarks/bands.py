@@ -29,6 +29,7 @@ from benchmarks.runs import parser_of, write
 from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.predict import UNSEEN
 from titan_like.planner.profile import Profile
+from titan_like.planner.stack import of_own_trainer
 
 FEWEST = 4  # rows to fit to
 SAME_SOFTWARE = [
@@ -97,7 +98,10 @@ class Fits:
     def judge(self, case: Case) -> tuple[float, np.ndarray]:
         """The fit's own p90, and the errors on what it has not seen: with its constants on the other's cluster."""
         profile, own = self.of(case.fitted, case.known)
-        if case.recipe != case.fitted:
+        if case.kind == "several GPUs":  # as this trainer's default predicts them
+            bandwidth = RECIPES[case.recipe].begin(case.recipe).node_bandwidth
+            profile = of_own_trainer(profile, "bfloat16").changed(node_bandwidth=bandwidth)
+        elif case.recipe != case.fitted:
             constants = {constant: getattr(profile, constant) for constant in RECIPES[case.fitted].names}
             profile = RECIPES[case.recipe].begin(case.recipe).changed(**constants)
         return own, np.abs(np.expm1(log_errors(case.unseen, profile)))

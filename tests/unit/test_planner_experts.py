@@ -46,7 +46,7 @@ def test_all_to_alls_between_nodes_are_no_rings():
 
 
 def test_a_wide_band_says_what_to_measure():
-    """Bands follow from what a profile has not seen: a hypotenuse of 0.35 and 0.34 is too wide, 0.1 is not."""
+    """Bands follow from what a profile has not seen: a hypotenuse of 0.33 and 0.34 is too wide, 0.1 is not."""
     assert "because of several GPUs, experts:" in forecast(work(), PROFILE).to_measure
     known = PROFILE.changed(most_gpus=8, fitted_experts=True, error_p90=0.1)
     assert forecast(work(), known).to_measure == ""
