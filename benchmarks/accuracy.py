@@ -178,7 +178,7 @@ def judgement(predictions: Sequence[Prediction], groups: int) -> dict[str, float
     The constants of memory are not fitted, so its errors are those of the rows themselves.
     """
     found = _group("", list(predictions))
-    kept: dict[str, float] = {"rows": found.n, "groups": groups, "mean": found.mean}
+    kept: dict[str, float] = {"rows": found.n, "groups": groups, "mean": found.mean, "p90": found.p90}
     if found.sweeps:
         noise = [sweep.noise for sweep in found.sweeps if sweep.noise is not None]
         kept |= {"sweeps": len(found.sweeps)} | found.choice | ({"noise": max(noise)} if noise else {})

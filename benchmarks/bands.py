@@ -4,7 +4,8 @@
 
 For each kind of difference it fits profiles to rows without it and predicts the rows with it. Other GPUs and types: a
 recipe's rows of each in turn, from its others, and from the rows of the same software on another GPU. More GPUs: from
-the rows on one node, or on the fewest nodes that have four rows. Experts: from dense models on the same GPU.
+the rows on one node, or on the fewest nodes that have four rows. Several GPUs: other stacks' bf16 rows, from this
+trainer's on one H100. Experts: from dense models on the same GPU.
 
 A band is √(p90² + UNSEEN²) with the p90 of rows left out of the fit. Its coverage of a recipe's rows is computed with
 the UNSEEN that all other recipes give.
@@ -28,6 +29,7 @@ from benchmarks.runs import parser_of, write
 from titan_like.planner.commands.calibrate import fit, leave_one_group_out, log_errors
 from titan_like.planner.predict import UNSEEN
 from titan_like.planner.profile import Profile
+from titan_like.planner.stack import of_own_trainer
 
 FEWEST = 4  # rows to fit to
 SAME_SOFTWARE = [
@@ -61,6 +63,9 @@ def cases(rows: dict[str, list[Row]]) -> Iterator[Case]:
     for stack in SAME_SOFTWARE:
         for fitted, name in permutations(stack, 2):
             yield Case("another GPU", name, fitted, rows[fitted], rows[name])
+    for name in ("fsdp_h100", "torchtitan_h100", "megatron_lm_h100"):
+        there = [row for row in rows[name] if row.work.dtype == "bfloat16"]
+        yield Case("several GPUs", name, "titan_h100", rows["titan_h100"], there)
     for name in (name for name, recipe in RECIPES.items() if recipe.like):
         for fitted in SAME_SOFTWARE[-1]:
             gpu = RECIPES[fitted].begin(fitted).device.name
@@ -93,7 +98,10 @@ class Fits:
     def judge(self, case: Case) -> tuple[float, np.ndarray]:
         """The fit's own p90, and the errors on what it has not seen: with its constants on the other's cluster."""
         profile, own = self.of(case.fitted, case.known)
-        if case.recipe != case.fitted:
+        if case.kind == "several GPUs":  # as this trainer's default predicts them
+            bandwidth = RECIPES[case.recipe].begin(case.recipe).node_bandwidth
+            profile = of_own_trainer(profile, "bfloat16").changed(node_bandwidth=bandwidth)
+        elif case.recipe != case.fitted:
             constants = {constant: getattr(profile, constant) for constant in RECIPES[case.fitted].names}
             profile = RECIPES[case.recipe].begin(case.recipe).changed(**constants)
         return own, np.abs(np.expm1(log_errors(case.unseen, profile)))

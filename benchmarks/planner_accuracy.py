@@ -137,7 +137,7 @@ def print_left_out() -> dict[str, dict[str, Any]]:
     found = {}
     more = left_out_figures()
     for profile in profiles().values():
-        figures = {"median": profile.error_median, "p90": profile.error_p90, **more[profile.name]}
+        figures = {"median": profile.error_median, "band": profile.error_p90, **more[profile.name]}
         print(f"{profile.name:34s} {', '.join(f'{name} {value:.3g}' for name, value in figures.items())}")
         found[profile.name] = {"fitted_on": profile.fitted_on, **figures}
     return found

@@ -33,6 +33,7 @@ MATH = ("gemm_efficiency", "attention_efficiency")
 NARROW_TYPES = (*MATH, "nvlink_efficiency", "float8_relative", "float4_relative", "contention")
 OF_DENSE = (*NARROW_TYPES, "memory_efficiency", "network_efficiency")  # what models with experts share with others
 EXPERTS = ("grouped_relative", "expert_exposed")
+BETWEEN_NODES = ("grouped_relative", "all_to_all_efficiency")  # where nothing hides the all-to-alls
 
 
 def by_shape(row: Row) -> str:
@@ -75,11 +76,14 @@ def _early(row: Row) -> bool:
     return row.session.startswith(tuple(f"bloom {day}" for day in days))
 
 
-def _experts(gpus: tuple[str, ...], session: str, like: str) -> Recipe:
+def _experts(
+    gpus: tuple[str, ...], session: str, like: str, names: tuple[str, ...] = EXPERTS, grouped: float = 0.9
+) -> Recipe:
     """Megatron-Bridge's rows with experts, from old or new containers."""
     word = f"mbridge experts{session}"
     return Recipe(
-        EXPERTS,
+        names,
+        {"grouped_relative": grouped},
         studies=tuple((gpu, "mbridge") for gpu in gpus),
         rows=lambda row: row.session.startswith(word),
         group=lambda row: row.model.partition(" (")[0],
@@ -161,5 +165,7 @@ RECIPES: dict[str, Recipe] = {
     "megatron_bridge_experts_gb200": _experts(("GB200",), " new", "megatron_bridge_gb200"),
     "megatron_bridge_experts_gb300_old": _experts(("GB300",), " old", "megatron_bridge_gb300"),
     "megatron_bridge_experts_gb300": _experts(("GB300",), " new", "megatron_bridge_gb300"),
-    "megatron_bridge_experts_b200": _experts(("B200", "B300", "H100"), "", "megatron_bridge_gb200"),
+    "megatron_bridge_experts_b200": _experts(("B200", "B300"), "", "megatron_bridge_gb200", BETWEEN_NODES),
+    # Two rows: its grouped products begin where the fit to the B200 ends.
+    "megatron_bridge_experts_h100": _experts(("H100",), "", "megatron_bridge_h100", BETWEEN_NODES, grouped=0.39),
 }

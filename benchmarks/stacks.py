@@ -73,6 +73,7 @@ STACKS: dict[str, Stack] = {
     "megatron_bridge_experts_gb300_old": Stack(),
     "megatron_bridge_experts_gb300": Stack(),
     "megatron_bridge_experts_b200": Stack(),
+    "megatron_bridge_experts_h100": Stack(),
 }
 
 

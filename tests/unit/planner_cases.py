@@ -24,6 +24,7 @@ def links_of(gpus_per_node, nvlink, node, messages, nvlink_latency, network_late
     device = Device("GPU", 1.0, 1.0, nvlink, 1, 1, {})
     latencies = {"nvlink_latency": nvlink_latency, "network_latency": network_latency}
     shares = {"nvlink_efficiency": 1.0, "network_efficiency": node, "message_efficiency": messages}
+    shares |= {"all_to_all_efficiency": node}
     return Links(Profile("links", device, gpus_per_node, 1.0, **latencies, **shares, **changes))
 
 

@@ -11,7 +11,7 @@ from titan_like.config import load_config
 from titan_like.models.registry import model_config
 from titan_like.planner.cost import gemm_time
 from titan_like.planner.memory import largest_memory
-from titan_like.planner.predict import predict
+from titan_like.planner.predict import forecast, predict
 from titan_like.planner.profile import builtin_profiles
 from titan_like.planner.search import MEMORY_MARGIN, search
 from titan_like.planner.search_space import Space
@@ -37,6 +37,19 @@ def test_an_all_to_all_across_nodes_shares_their_cards():
     """Of the bytes of 8 processes in a node, the part for other nodes leaves it."""
     links = links_of(8, 1e12, 4e11, 1.0, 0.0, 0.0)
     assert links.all_to_all(8e9, 32, 1) == pytest.approx(8 * 8e9 * 3 / 4 / 4e11)
+
+
+def test_all_to_alls_between_nodes_are_no_rings():
+    slow, fast = (PLAIN.changed(all_to_all_efficiency=share).links for share in (0.2, 0.4))
+    assert slow.all_to_all(8e9, 32, 1) == pytest.approx(2 * fast.all_to_all(8e9, 32, 1))
+    assert slow.all_gather(8e9, 32, 1) == fast.all_gather(8e9, 32, 1)
+
+
+def test_a_wide_band_says_what_to_measure():
+    """Bands follow from what a profile has not seen: a hypotenuse of 0.33 and 0.34 is too wide, 0.1 is not."""
+    assert "because of several GPUs, experts:" in forecast(work(), PROFILE).to_measure
+    known = PROFILE.changed(most_gpus=8, fitted_experts=True, error_p90=0.1)
+    assert forecast(work(), known).to_measure == ""
 
 
 def test_a_layer_exchanges_the_rows_of_its_tokens():

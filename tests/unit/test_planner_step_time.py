@@ -36,8 +36,8 @@ def test_predictions_are_finite_positive_and_the_sum_of_their_parts(profile):
 @pytest.mark.parametrize("factor", [1.01, 3])
 @pytest.mark.parametrize(
     "rate",
-    ["node_bandwidth", "network_efficiency", "message_efficiency", "nvlink_efficiency", "network_latency",
-     "gemm_efficiency", "memory_efficiency", "attention_efficiency"],
+    ["node_bandwidth", "network_efficiency", "message_efficiency", "all_to_all_efficiency", "nvlink_efficiency",
+     "network_latency", "gemm_efficiency", "memory_efficiency", "attention_efficiency"],
 )  # fmt: skip
 def test_no_step_gets_faster_on_slower_links_or_devices(rate, factor):
     for profile in (SELENE, of_own_trainer(builtin_profiles()["titan_h100"], "bfloat16")):

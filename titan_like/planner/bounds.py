@@ -52,10 +52,7 @@ def least_group_seconds(group: Workload, profile: Profile) -> float:
 
 
 def _of_one_sample(group: Workload, profile: Profile) -> tuple[float, float, bool]:
-    """Lower bounds on one sample's seconds in the whole model and on the bytes kept for it.
-
-    The third value: whether every layer keeps as many.
-    """
+    """Lower bounds on one sample's seconds and kept bytes in the whole model, and whether all layers keep as many."""
     probe = group._replace(micro_batch_size=1, shard=1, replicate=1, zero_stage=0, stage_layers=None)
     probe = probe._replace(global_batch_size=2, pipeline=min(2, group.pipeline), schedule="1f1b", virtual_stages=1)
     if probe not in profile.seconds:

@@ -28,15 +28,14 @@ def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
     """The profile with the bandwidths and latencies of the links that were measured.
 
     The widest group inside a node gives the node's links, and pairs of ranks on two nodes give the network's.
-    Bandwidths come from the largest buffers, less latency. A ring all-reduce of the smallest buffer is 2(n − 1)
-    messages that take only their latency. Processes on one machine's CPU have no other links.
+    Bandwidths come from the largest buffers, less latency. Processes on one machine's CPU have no other links.
     """
     inside = [row for row in measurements if not row.sharing]
     widest = [row for row in inside if row.processes == max(other.processes for other in inside)]
     pairs = [row for row in measurements if row.dimension == BETWEEN_NODES]
     changes: dict[str, Any] = {}
     if widest:
-        all_reduce, _, latency = _figures(widest)
+        all_reduce, *_, latency = _figures(widest)
         device = profile.device
         if not is_builtin(device):  # its links are no data sheet's, but an earlier measurement's
             device = replace(device, nvlink_bandwidth=all_reduce)
@@ -44,19 +43,20 @@ def with_links(profile: Profile, measurements: list[Measurement]) -> Profile:
         changes = {"device": device, "nvlink_efficiency": efficiency, "nvlink_latency": latency}
     if pairs or (widest and profile.device.is_cpu):
         processes = pairs[0].sharing if pairs else profile.gpus_per_node  # each of which gets these bandwidths
-        all_reduce, message, latency = _figures(pairs or widest)
-        fastest = max(all_reduce, message)
-        changes |= {"node_bandwidth": fastest * processes, "network_latency": latency, "own_links": True}
-        changes |= {"network_efficiency": all_reduce / fastest, "message_efficiency": message / fastest}
+        *rates, latency = _figures(pairs or widest)
+        changes |= {"node_bandwidth": max(rates) * processes, "network_latency": latency, "own_links": True}
+        names = ("network_efficiency", "message_efficiency", "all_to_all_efficiency")
+        changes |= {name: rate / max(rates) for name, rate in zip(names, rates, strict=True)}
     return profile.changed(**changes)
 
 
-def _figures(measurements: list[Measurement]) -> tuple[float, float, float]:
-    """Bandwidths of all-reduces and messages, and the latency of a hop."""
+def _figures(measurements: list[Measurement]) -> tuple[float, float, float, float]:
+    """Bandwidths of all-reduces, messages and all-to-alls, and the latency of a hop."""
     by_operation = {name: [row for row in measurements if row.operation == name] for name in BUS_SHARES}
     reduced = by_operation["all_reduce"]
     require(reduced, "--links", None, "the file has no all_reduce; measure it too")
-    return _bandwidth(reduced), _bandwidth(by_operation["send_receive"] or reduced), latency_of(reduced)
+    messages, exchanges = (by_operation[name] or reduced for name in ("send_receive", "all_to_all"))
+    return _bandwidth(reduced), _bandwidth(messages), _bandwidth(exchanges), latency_of(reduced)
 
 
 def latency_of(reduced: list[Measurement]) -> float:

@@ -22,8 +22,9 @@ from titan_like.train.rules import broken_rules
 
 # A profile's own band comes from rows left out of its fit. It is wider where a run differs from the fitted rows:
 # 90th percentiles of absolute errors on such rows, which benchmarks/bands.py measures.
-UNSEEN = {"another GPU": 0.34, "more GPUs": 0.21, "experts": 0.34, "another type": 0.26}
+UNSEEN = {"another GPU": 0.34, "more GPUs": 0.21, "several GPUs": 0.33, "experts": 0.34, "another type": 0.26}
 _LARGEST = 0.9  # errors are relative to the measured time, so 1 would mean that nothing is known
+_WIDE = 1.6  # a band's end over its start
 FLOAT8_NOTE = "float8.enable: times, memory and traffic are predicted as if all products were in training.dtype"
 
 
@@ -75,7 +76,8 @@ def unseen(work: Workload, profile: Profile) -> list[str]:
     nodes, fitted = (-(-gpus // profile.gpus_per_node) for gpus in (work.num_gpus, profile.most_gpus))
     differs = {
         "another GPU": profile.device.name not in (profile.fitted_gpus or (profile.device.name,)),
-        "more GPUs": nodes > fitted or work.num_gpus > profile.most_gpus == 1,
+        "more GPUs": nodes > fitted and profile.most_gpus > 1,
+        "several GPUs": work.num_gpus > profile.most_gpus == 1,
         "experts": work.has_experts and not profile.fitted_experts,
         "another type": work.dtype != profile.dtype,
     }
@@ -100,6 +102,13 @@ class Forecast:
     def is_host_bound(self) -> bool:
         """Whether the GPU waits for the host. A CPU does its own launching."""
         return self.host_seconds > self.device_seconds and not self.profile.device.is_cpu
+
+    @property
+    def to_measure(self) -> str:
+        """What would narrow a wide band; empty for others."""
+        causes = ", ".join(unseen(self.work, self.profile)) or "few models"
+        advice = f"wide band, because of {causes}: time a few steps of such runs, and fit a profile with calibrate"
+        return advice if self.seconds_high > _WIDE * self.seconds_low else ""
 
     @property
     def taken(self) -> str:

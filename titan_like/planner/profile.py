@@ -38,8 +38,9 @@ class Links:
     def __init__(self, profile: Profile) -> None:
         self.gpus_per_node, self.one_node = profile.gpus_per_node, profile.one_node
         self.nvlink = profile.device.nvlink_bandwidth * profile.nvlink_efficiency  # of one GPU
-        # Of all network cards of a node together: in collectives, and in messages between two GPUs.
+        # Of all network cards of a node together: in rings, in all-to-alls, and in messages between two GPUs.
         self.node = profile.node_bandwidth * profile.network_efficiency
+        self.node_all_to_all = profile.node_bandwidth * profile.all_to_all_efficiency
         self.node_messages = profile.node_bandwidth * profile.message_efficiency
         self.nvlink_latency, self.network_latency = profile.nvlink_latency, profile.network_latency
         self.ring_part, self.switched = profile.ring_part, profile.nvlink_switch
@@ -52,7 +53,7 @@ class Links:
         if self._stays_inside(size, stride):
             return self.all_gather(nbytes, size, stride)
         inside = min(size - 1, max(1, self.gpus_per_node // stride)) / size
-        slowest = max(inside / self.nvlink, (1 - inside) * self.gpus_per_node / self.node)
+        slowest = max(inside / self.nvlink, (1 - inside) * self.gpus_per_node / self.node_all_to_all)
         return self.ring_latency(size, stride) + nbytes * slowest
 
     def all_reduce(self, nbytes: float, size: int, stride: int) -> float:
@@ -143,7 +144,8 @@ class Profile:
     fusion: Annotated[Part, Bounds(0.01, 1.0, 0.5)] = 0.0
     operator_time: Annotated[Amount, Bounds(1e-6, 1e-4, 0.7)] = 1e-5  # host's time to launch one operator
     nvlink_efficiency: Annotated[Efficiency, Bounds(0.1, 0.95, 0.1)] = 0.75
-    network_efficiency: Annotated[Efficiency, Bounds(0.05, 0.95, 0.4)] = 0.6  # collectives between nodes
+    network_efficiency: Annotated[Efficiency, Bounds(0.05, 0.95, 0.4)] = 0.6  # rings between nodes
+    all_to_all_efficiency: Annotated[Efficiency, Bounds(0.05, 0.98, 0.2)] = 0.9  # all-to-alls between nodes
     network_latency: Annotated[Amount, Bounds(1e-6, 1e-2, 1.0)] = 1e-5
     message_efficiency: Annotated[Efficiency, Bounds(0.03, 0.95, 0.5)] = 0.6  # pipeline messages between nodes
     # Share of backward computation that can hide data-parallel communication.

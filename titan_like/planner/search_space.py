@@ -62,10 +62,7 @@ class Space:
     def __init__(
         self, config: JobConfig, model: TransformerConfig, num_gpus: int, fixed: frozenset[str] = frozenset()
     ) -> None:
-        """Collect the choices. `groups` raises ConfigError if the fixed keys leave no layout.
-
-        Raises a `ConfigError` for multiple choice, whose microbatches are whole questions.
-        """
+        """Collect the choices. Raises a `ConfigError` for multiple choice; `groups` does if no layout is left."""
         hint = 'layouts are not searched for multiple choice; search with "pair" (data.sentence_objective) instead'
         require("choice" not in model.predictions, "model.overrides.sentence_head", "choice", hint)
         self.model, self.num_gpus, self.fixed = model, num_gpus, fixed

@@ -71,6 +71,7 @@ def of_own_trainer(profile: Profile, dtype: str, reduce_dtype: str = "float32") 
         tensor_host_forward=285e-6,
         tensor_host_backward=730e-6,
         message_shards=False,
+        gather_hidden=True,  # FSDP2 gathers a layer while the forward pass computes the one before
         fusion=0.0,
         accumulation_bytes=BYTES[dtype] + 8.0,
         # AdamW 28 and the norm 4; with 16-bit gradients 26 and 2, and the weight's 16-bit copy 2.

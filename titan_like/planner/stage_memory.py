@@ -170,10 +170,7 @@ class StageMemory:
             yield held, both + rules.master * self.gradients.largest_vector, weights, 0
 
     def _weights_during(self, part: Placed | None, pass_: PassKind) -> int:
-        """Bytes of gathered weights while a segment's backward pass runs; None: after the layers'.
-
-        Below ZeRO 3, as if none had been freed.
-        """
+        """Bytes of gathered weights in a segment's backward pass (None: after the layers'); below ZeRO 3, of all."""
         rules = self.rules
         if not rules.wrapped:
             return 0
@@ -233,10 +230,7 @@ class StageMemory:
 
 @lru_cache(maxsize=65536)
 def _placed(stage: StageProgram, single: tuple[str, ...], gathers_frozen: bool) -> list[Placed]:
-    """A stage's segments. For equal layers that are units by themselves, two at either end stand for all.
-
-    Arguments as in `layer_units`.
-    """
+    """A stage's segments; two at either end stand for equal layers that are units. Arguments as in `layer_units`."""
     # By layer: its unit, and what of the unit below is gathered while this layer's backward pass runs.
     units: list[tuple[LayerUnit, int]] = []
     below = sum([unit.elements + unit.frozen_elements * gathers_frozen for unit in stage.ends if unit.name])

@@ -146,10 +146,7 @@ def message_time(work: Workload, profile: Profile, nbytes: int) -> float:
 def _stage_passes(
     work: Workload, profile: Profile, stage: StageProgram, kind: StageKind, message: float, overhead: float
 ) -> StagePasses:
-    """The passes of a stage, whose rank waits for each ``message`` that it sends.
-
-    A third of a microbatch's ``overhead`` belongs to the forward pass.
-    """
+    """The passes of a stage whose rank waits for each ``message`` sent; a third of ``overhead`` is in the forward."""
     forward, backward, weights, first, deferred = _computed(work, profile, stage)
     # Gradients are added to the sums of earlier microbatches.
     added = work.accumulates * profile.accumulation_bytes / profile.memory_rate * stage.elements

@@ -31,6 +31,7 @@ def describe(forecast: Forecast) -> str:
         f"step time  {time.total:.3f} s  (between {forecast.seconds_low:.3f} and {forecast.seconds_high:.3f} in nine "
         f"of ten cases; {forecast.stack})"
     ]
+    lines += [forecast.to_measure] if forecast.to_measure else []
     for name, seconds in time._asdict().items():
         if name != "total" and seconds:
             lines.append(f"  {name:12s} {seconds:10.4f} s  {100 * seconds / time.total:5.1f} %")
