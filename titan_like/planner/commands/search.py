@@ -3,7 +3,7 @@
 import argparse
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
@@ -15,6 +15,7 @@ from titan_like.planner.auto import described, differences, why_slower, why_too_
 from titan_like.planner.commands import outcome
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import Forecast, forecast
+from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate, Counts, SearchResult, search
 from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
 
@@ -33,46 +34,76 @@ def add_options(parser: OptionParser) -> None:
     parser.add_path("--out", text, "FILE.toml", type=outcome.toml_option)
 
 
+class Found(NamedTuple):
+    """What a search found for a run."""
+
+    result: SearchResult
+    forecast: Forecast  # of the best layout
+    length: tuple[str, dict[str, float]]  # its days, in words and for JSON
+
+
 def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     """Search and describe the best layouts."""
-    config, profile, tokens = outcome.read_run(options, settings)
+    config, profile, tokens = asked(options, settings)
     given = frozenset(parse_overrides(settings))
-    fixed = given & {*SEARCHED, STAGE_SIZES}
+    found = find(options, config, profile, tokens, given)
+    result, (days_text, days) = found.result, found.length
+    layouts = reasons(result)
+    notes = [*([outcome.sized(result.space.model)] if options.params else []), *summary(result, found.forecast)]
+    ends = [f"the best layout{days_text}"] if days else []
+    text = "\n".join([*notes, "", *table(result.best, *layouts), *ends])
+    files = written(found, options, given, [*notes, *ends]) if options.out else {}
+    return outcome.Outcome(text, {"search": as_dict(result, *layouts) | days}, files=files)
+
+
+def asked(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfig, Profile | None, float | None]:
+    """The run, with the size, length and profile that the options give it, its profile and its tokens."""
+    config, profile, tokens = outcome.read_run(options, settings)
     if options.params is not None:
         overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
         config = edit(config, {"model.overrides": overrides})
     if options.tokens is not None:
-        lengths = {"steps": None, "samples": None, "epochs": None, "tokens": int(options.tokens)}
-        config = edit(config, {f"training.{name}": value for name, value in lengths.items()})
-    if config.parallelism.auto:
-        fixed |= set_keys(config)
+        config = of_length(config, options.tokens)
     if options.profile:  # the layout found is then predicted and trained with the same profile
         path = Path(options.profile)
         config = edit(config, {"cluster.profile": str(path.resolve()) if path.is_file() else options.profile})
-    show = ProgressLines()
+    return config, profile, tokens
+
+
+def of_length(config: JobConfig, tokens: float) -> JobConfig:
+    """The run on a number of tokens, in place of the length that it has."""
+    lengths = {"steps": None, "samples": None, "epochs": None, "tokens": int(tokens)}
+    return edit(config, {f"training.{name}": value for name, value in lengths.items()})
+
+
+def find(
+    options: argparse.Namespace, config: JobConfig, profile: Profile | None, tokens: float | None, given: frozenset[str]
+) -> Found:
+    """Search the layouts of a run. Keys that are ``given`` on the command line stay as they are."""
+    fixed, show = given & {*SEARCHED, STAGE_SIZES}, ProgressLines()
+    if config.parallelism.auto:
+        fixed |= set_keys(config)
 
     def report(counts: Counts) -> None:
         show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")
 
     result = search(config, options.gpus, profile, fixed, options.top, report)
     prediction = forecast(result.best.work, result.profile)
-    layouts, (days_text, days) = reasons(result), outcome.length(prediction, tokens, options.price)
-    notes = [*([outcome.sized(result.space.model)] if options.params else []), *summary(result, prediction)]
-    ends = [f"the best layout{days_text}"] if days else []
-    text = "\n".join([*notes, "", *table(result.best, *layouts), *ends])
-    files = {}
-    if options.out:
-        best, count, path = result.config, result.space.num_gpus, Path(options.out)
-        on_gpus = outcome.gpus(count)
-        if "job.description" not in given:
-            size = outcome.billions(result.space.model.num_parameters())
-            about = f"{best.model.family} {best.model.flavor}, {size} parameters, {on_gpus}"
-            best = edit(best, {"job.description": about})
-        head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {on_gpus}:"]
-        for line in [*notes, *ends]:
-            head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
-        files[path] = run_as_toml(best, count, path, head)
-    return outcome.Outcome(text, {"search": as_dict(result, *layouts) | days}, files=files)
+    return Found(result, prediction, outcome.length(prediction, tokens, options.price))
+
+
+def written(found: Found, options: argparse.Namespace, given: frozenset[str], notes: list[str]) -> dict[Path, str]:
+    """The TOML of --out for the best layout, with ``notes`` as comments."""
+    best, space, path = found.result.config, found.result.space, Path(options.out)
+    on_gpus = outcome.gpus(space.num_gpus)
+    if "job.description" not in given:
+        size = outcome.billions(space.model.num_parameters())
+        about = f"{best.model.family} {best.model.flavor}, {size} parameters, {on_gpus}"
+        best = edit(best, {"job.description": about})
+    head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {on_gpus}:"]
+    for line in notes:
+        head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
+    return {path: run_as_toml(best, space.num_gpus, path, head)}
 
 
 def summary(result: SearchResult, prediction: Forecast) -> list[str]:
