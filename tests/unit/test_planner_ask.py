@@ -62,7 +62,7 @@ def test_the_batch_is_the_largest_below_the_critical_one_that_gpus_share(tokens,
     ("name", "words", "scaled"),
     [
         ("7b", ["--model.family=llama", "--model.flavor=llama2_7b"], None),
-        ("30B", ["--model.family=llama", "--model.flavor=llama2_13b"], 30e9),
+        ("30B", ["--model.family=llama", "--model.flavor=llama2_70b"], 30e9),
         ("500m", ["--model.family=llama", "--model.flavor=llama3.2_1b"], 5e8),
         ("qwen3_30b_a3b", ["--model.family=moe", "--model.flavor=qwen3_30b_a3b"], None),
         ("org/name", ["--model.from=org/name"], None),
@@ -70,13 +70,13 @@ def test_the_batch_is_the_largest_below_the_critical_one_that_gpus_share(tokens,
 )
 def test_a_model_is_a_size_a_flavor_or_a_folder(name, words, scaled):
     options = Namespace(model=name, params=None)
-    assert ask.model_settings(options, "llama", False) == words
+    assert ask.model_settings(options, "llama") == words
     assert options.params == scaled
 
 
 def test_an_unknown_model_is_refused_with_those_near():
     with pytest.raises(ConfigError, match=r'--model = "lama2_7b": no such flavor; near are llama2_7b'):
-        ask.model_settings(Namespace(model="lama2_7b", params=None), "llama", False)
+        ask.model_settings(Namespace(model="lama2_7b", params=None), "llama")
 
 
 def asked(capsys, target, *words):

@@ -10,8 +10,8 @@ calibrate  fit a profile's constants to measured rows, and report the errors on 
 microbenchmark
            measure this machine and write a profile of it; the only command that runs kernels
 
-Each command has a --help. Exit codes: 0 done; 1 if the run does not fit into memory (predict) or the model fits on no
-number of nodes (capacity); 2 bad input.
+Each command has a --help. Exit codes: 0 done; 1 if the run does not fit into memory (predict, ask) or the model fits on
+no number of nodes (capacity); 2 bad input.
 """
 
 import importlib

@@ -62,8 +62,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
         require(f"training.{name}" not in given, f"training.{name}", given.get(f"training.{name}"), "use --tokens")
     names_model = given.keys() & {"model.flavor", "model.from", "job.config_file"}
     require(names_model or options.model or options.params, "--model", None, 'name one, such as "7b"')
-    if options.model or options.params:
-        words = model_settings(options, str(given.get("model.family", "llama")), "model.flavor" in given)
+    if options.model or not names_model:
+        words = model_settings(options, str(given.get("model.family", "llama")))
     if options.gpu:
         words.append(f"--cluster.gpu={options.gpu}")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
         return answer(options, given, [*words, *settings])
 
 
-def model_settings(options: argparse.Namespace, family: str, has_flavor: bool) -> list[str]:
+def model_settings(options: argparse.Namespace, family: str) -> list[str]:
     """The settings that --model stands for, or a size's nearest flavor; sets --params if that has to be scaled."""
     name = options.model or f"{options.params / 1e9:f}b"
     if not (size := _SIZE.fullmatch(name)):
@@ -89,9 +89,6 @@ def model_settings(options: argparse.Namespace, family: str, has_flavor: bool) -
         require(name in families, "--model", name, f'no such flavor; near are {near}, or give a size such as "7b"')
         return [f"--model.family={families[name]}", f"--model.flavor={name}"]
     parameters = float(size[1]) * _UNITS[size[2].lower()]
-    if has_flavor:
-        options.params = parameters
-        return []
     sections = [Model(family=family, flavor=flavor) for flavor in flavors(family) if "debug" not in flavor]
     sizes = {section.flavor: model_config(section).num_parameters() for section in sections}
     nearest = min(sizes, key=lambda flavor: abs(log(sizes[flavor] / parameters)))
