@@ -177,7 +177,10 @@ def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
     assert config_of_best.training.tokens == 10**11 and config_of_best.training.steps is None
     parameters = model_config(config_of_best.model).num_parameters()
     assert parameters == pytest.approx(6e9, rel=0.02)
-    assert config_of_best.job.description == f"gpt 7.5b, {parameters / 1e9:.4g} billion parameters, 8 GPUs"
+    description = (
+        f"gpt 7.5b, {parameters / 1e9:.4g} billion parameters, 8 GPUs, 100 billion tokens in {int(steps):,} steps"
+    )
+    assert config_of_best.job.description == description
     forecast = predict(config_of_best)
     limits = [steps * seconds / 86400 for seconds in (forecast.seconds_low, forecast.seconds_high)]
     assert [found["days_low"], found["days_high"]] == pytest.approx(limits)

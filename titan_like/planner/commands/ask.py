@@ -57,7 +57,7 @@ def add_options(parser: OptionParser) -> None:
 
 def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     """Answer on one screen. The exit status is 1 if the model does not fit."""
-    given, words = parse_overrides(settings), []
+    given, words = parse_overrides(settings), list[str]()
     for name in _LENGTHS:
         require(f"training.{name}" not in given, f"training.{name}", given.get(f"training.{name}"), "use --tokens")
     names_model = given.keys() & {"model.flavor", "model.from", "job.config_file"}
@@ -104,54 +104,40 @@ def answer(options: argparse.Namespace, given: dict[str, Any], settings: list[st
     options.tokens = tokens or float(_CHINCHILLA * model.active_parameters)
     options.gpus = options.gpus or stack.gpus_per_node
     config = search.of_length(completed(config, stack, options), options.tokens)
-    training, size = config.training, outcome.sized(model)
-    steps, batch = total_steps(training), training.global_batch_size * training.seq_len
+    training, device, critical = config.training, stack.device, critical_batch(options.tokens)
+    samples, steps = training.global_batch_size, total_steps(training)
+    batch = samples * training.seq_len
     require(steps, "--tokens", options.tokens, f"is less than a batch of {batch:,}")
-    name = f"{config.model.family} {config.model.flavor}{' scaled' if options.params else ''}"
-    if "job.description" not in config.job.model_fields_set:
-        about = f"{name}, {outcome.billions(options.tokens)} tokens in {steps:,} steps, {options.gpus} × "
-        config = edit(config, {"job.description": about + stack.device.name})
-    rows = {"model": f"{name}: {size}, sequences of {training.seq_len:,} tokens, {training.dtype}"}
-    on, status, files = f"{outcome.gpus(options.gpus)} ({stack.device.name})", 0, {}
+    name, length = f"{config.model.family} {config.model.flavor}", outcome.billions(options.tokens)
+    notes = [
+        f"{name}: {outcome.sized(model)}, sequences of {training.seq_len:,} tokens, {training.dtype}",
+        f"batch: {samples:,} sequences = {outcome.billions(batch)} tokens, {steps:,} steps; critical "
+        f"for {length} tokens: {outcome.billions(critical)} (Zhang et al. 2024, arXiv 2410.21676)",
+        f"network: {device.nvlink_bandwidth / 1e9:.4g} GB/s of a GPU within a node, "
+        f"{config.cluster.node_bandwidth or stack.node_bandwidth / 1e9:.4g} GB/s of a node; set this with --bandwidth",
+    ]
+    on = f"{outcome.gpus(options.gpus)} ({device.name})"
+    figures: dict[str, Any] = {"parameters": model.num_parameters(), "tokens": training.tokens, "steps": steps}
+    figures |= {"global_batch_size": samples, "critical_batch_tokens": critical}
     try:
-        found = search.find(options, config, profile, options.tokens, frozenset(given))
+        found = search.answer(options, (config, profile, options.tokens), frozenset(given), notes)
     except ConfigError as error:
         if error.key != "cluster.gpu":
             raise
-        rows["fits"], status = f"NO, not on {on}: {str(error).partition(': ')[2]}", 1
+        lines = [f"NO, it does not fit on {on}: {str(error).partition(': ')[2]}", *notes]
         nodes = edit(config, {"cluster.gpus_per_node": stack.gpus_per_node})
-        result = fewest_nodes(nodes, profile, frozenset(given) & {*SEARCHED, STAGE_SIZES}, ProgressLines())
-        if result is None:
-            return outcome.Outcome(_text(rows), {"ask": rows}, status)
-        days = outcome.length(result, options.tokens, options.price)
-        rows["enough"] = f"{outcome.gpus(result.work.num_gpus)}, as follows"
-    else:
-        result, days = found.forecast, found.length
-        rows["fits"] = f"yes, on {on}: {result.taken} on the fullest"
-    work, per_node = result.work, result.profile.gpus_per_node
-    critical = critical_batch(options.tokens)
-    rows["layout"] = described(work)
-    rows["batch"] = (
-        f"{work.global_batch_size:,} sequences, {outcome.billions(batch)} tokens; critical for so many tokens: "
-        f"{outcome.billions(critical)} (Zhang et al. 2024, arXiv 2410.21676)"
-    )
-    rows["step"] = str(result)
-    rows["run"] = f"{steps:,} steps{days[0]}"
-    rows["network"] = f"{result.profile.device.nvlink_bandwidth / 1e9:.4g} GB/s of a GPU to others of its node"
-    if work.num_gpus > per_node:
-        of_node = f"{result.profile.node_bandwidth / 1e9:.4g} GB/s of a node of {outcome.gpus(per_node)}"
-        rows["network"] += f", {of_node}, assumed; set it with --bandwidth"
-    if not status and options.out:
-        start = "python train.py" if work.num_gpus == 1 else f"torchrun --nproc_per_node {per_node} train.py"
-        rows["train"] = f"{start} --job.config_file {shlex.quote(options.out)}"
-        files = search.written(found, options, frozenset({"job.description"}), _text(rows).splitlines())
-    figures = {"parameters": model.num_parameters(), "tokens": training.tokens, "steps": steps} | days[1]
-    figures |= {"critical_batch_tokens": critical, "predict": result.as_dict()}
-    return outcome.Outcome(as_installed(_text(rows)), {"ask": figures}, status, files)
-
-
-def _text(rows: dict[str, str]) -> str:
-    return "\n".join(f"{name:8s} {text}" for name, text in rows.items())
+        fixed = given.keys() & {*SEARCHED, STAGE_SIZES}
+        if fewest := fewest_nodes(nodes, profile, frozenset(fixed), ProgressLines()):
+            days, figures["predict"] = outcome.length(fewest, options.tokens, options.price)[0], fewest.as_dict()
+            lines += [f"it fits on {outcome.gpus(fewest.work.num_gpus)}: {described(fewest.work)}"]
+            lines += [f"predicted: {fewest}{days}"]
+        return outcome.Outcome("\n".join(lines), {"ask": figures}, status=1)
+    lines = [f"YES, it fits on {on}", found.text]
+    if options.out:
+        per_node = config.cluster.gpus_per_node
+        start = "python train.py" if options.gpus == 1 else f"torchrun --nproc_per_node {per_node} train.py"
+        lines.append(as_installed(f"to train: {start} --job.config_file {shlex.quote(options.out)}"))
+    return outcome.Outcome("\n".join(lines), {"ask": figures} | found.json, files=found.files)
 
 
 def completed(config: JobConfig, stack: Profile, options: argparse.Namespace) -> JobConfig:

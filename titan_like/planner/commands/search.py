@@ -3,13 +3,15 @@
 import argparse
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser, as_installed
 from titan_like.config.paths import to_toml
+from titan_like.data.loading.batch_size import total_steps
 from titan_like.metrics.console import ProgressLines
+from titan_like.models.registry import model_config
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands import outcome
@@ -20,6 +22,8 @@ from titan_like.planner.search import Candidate, Counts, SearchResult, search
 from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
 
 _TOO_LARGE_SHOWN = 3
+
+Asked = tuple[JobConfig, Profile | None, float | None]  # a run, its profile (None for the GPU's own) and its tokens
 
 
 def add_options(parser: OptionParser) -> None:
@@ -34,30 +38,15 @@ def add_options(parser: OptionParser) -> None:
     parser.add_path("--out", text, "FILE.toml", type=outcome.toml_option)
 
 
-class Found(NamedTuple):
-    """What a search found for a run."""
-
-    result: SearchResult
-    forecast: Forecast  # of the best layout
-    length: tuple[str, dict[str, float]]  # its days, in words and for JSON
-
-
 def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     """Search and describe the best layouts."""
-    config, profile, tokens = asked(options, settings)
-    given = frozenset(parse_overrides(settings))
-    found = find(options, config, profile, tokens, given)
-    result, (days_text, days) = found.result, found.length
-    layouts = reasons(result)
-    notes = [*([outcome.sized(result.space.model)] if options.params else []), *summary(result, found.forecast)]
-    ends = [f"the best layout{days_text}"] if days else []
-    text = "\n".join([*notes, "", *table(result.best, *layouts), *ends])
-    files = written(found, options, given, [*notes, *ends]) if options.out else {}
-    return outcome.Outcome(text, {"search": as_dict(result, *layouts) | days}, files=files)
+    run = asked(options, settings)
+    notes = [outcome.sized(model_config(run[0].model))] if options.params else []
+    return answer(options, run, frozenset(parse_overrides(settings)), notes)
 
 
-def asked(options: argparse.Namespace, settings: list[str]) -> tuple[JobConfig, Profile | None, float | None]:
-    """The run, with the size, length and profile that the options give it, its profile and its tokens."""
+def asked(options: argparse.Namespace, settings: list[str]) -> Asked:
+    """The run with the size, length and profile that the options give it."""
     config, profile, tokens = outcome.read_run(options, settings)
     if options.params is not None:
         overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
@@ -76,10 +65,9 @@ def of_length(config: JobConfig, tokens: float) -> JobConfig:
     return edit(config, {f"training.{name}": value for name, value in lengths.items()})
 
 
-def find(
-    options: argparse.Namespace, config: JobConfig, profile: Profile | None, tokens: float | None, given: frozenset[str]
-) -> Found:
-    """Search the layouts of a run. Keys that are ``given`` on the command line stay as they are."""
+def answer(options: argparse.Namespace, run: Asked, given: frozenset[str], notes: list[str]) -> outcome.Outcome:
+    """Search, and describe the best layouts below the ``notes``. Keys that are ``given`` stay as the run has them."""
+    config, profile, tokens = run
     fixed, show = given & {*SEARCHED, STAGE_SIZES}, ProgressLines()
     if config.parallelism.auto:
         fixed |= set_keys(config)
@@ -89,21 +77,25 @@ def find(
 
     result = search(config, options.gpus, profile, fixed, options.top, report)
     prediction = forecast(result.best.work, result.profile)
-    return Found(result, prediction, outcome.length(prediction, tokens, options.price))
-
-
-def written(found: Found, options: argparse.Namespace, given: frozenset[str], notes: list[str]) -> dict[Path, str]:
-    """The TOML of --out for the best layout, with ``notes`` as comments."""
-    best, space, path = found.result.config, found.result.space, Path(options.out)
-    on_gpus = outcome.gpus(space.num_gpus)
-    if "job.description" not in given:
-        size = outcome.billions(space.model.num_parameters())
-        about = f"{best.model.family} {best.model.flavor}, {size} parameters, {on_gpus}"
-        best = edit(best, {"job.description": about})
-    head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {on_gpus}:"]
-    for line in notes:
-        head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
-    return {path: run_as_toml(best, space.num_gpus, path, head)}
+    layouts, (days_text, days) = reasons(result), outcome.length(prediction, tokens, options.price)
+    notes = [*notes, *summary(result, prediction)]
+    ends = [f"the best layout{days_text}"] if days else []
+    text = "\n".join([*notes, "", *table(result.best, *layouts), *ends])
+    files = {}
+    if options.out:
+        best, count, path = result.config, result.space.num_gpus, Path(options.out)
+        on_gpus = outcome.gpus(count)
+        if "job.description" not in given:
+            size = outcome.billions(result.space.model.num_parameters())
+            about = f"{best.model.family} {best.model.flavor}, {size} parameters, {on_gpus}"
+            if tokens is not None:
+                about += f", {outcome.billions(tokens)} tokens in {total_steps(best.training):,} steps"
+            best = edit(best, {"job.description": about})
+        head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {on_gpus}:"]
+        for line in [*notes, *ends]:
+            head += textwrap.wrap(line, 118, initial_indent="  ", subsequent_indent="    ")
+        files[path] = run_as_toml(best, count, path, head)
+    return outcome.Outcome(text, {"search": as_dict(result, *layouts) | days}, files=files)
 
 
 def summary(result: SearchResult, prediction: Forecast) -> list[str]:
