@@ -111,7 +111,7 @@ def test_the_toml_has_the_answer_s_numbers_and_the_dry_run_agrees(tmp_path, caps
     for part in ("2 billion tokens", f"{found['steps']:,} steps", "16 GPUs"):
         assert part in config.job.description
     # What is assumed, and from where
-    assert "400 GB/s of a node; set this with --bandwidth" in text
+    assert "400 GB/s of a node; --bandwidth sets this" in text
     assert config.cluster.node_bandwidth == 400
     assert "Zhang et al. 2024" in text
     assert f"torchrun --nproc_per_node 8 train.py --job.config_file {path}" in text
@@ -146,7 +146,7 @@ def test_without_a_gpu_this_machine_is_measured(tmp_path, capsys, monkeypatch):
     config = load_config(["--job.config_file", str(path)])
     assert config.cluster.profile == str(tmp_path / "run.profile.toml")
     assert predict(config).time.total == pytest.approx(best["ranked"][0]["step_seconds"]["total"])
-    assert "python train.py --job.config_file" in text
+    assert "torchrun --nproc_per_node 1 train.py --job.config_file" in text
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titan_like.config import ConfigError, JobConfig
 from titan_like.config.entry_points import names_of
 from titan_like.config.errors import require
@@ -32,7 +30,7 @@ from titan_like.planner.commands.capacity import fewest_nodes
 from titan_like.planner.profile import Profile
 from titan_like.planner.search_space import SEARCHED, STAGE_SIZES, divisors
 from titan_like.planner.stack import profile_of
-from titan_like.train.environment import environment_number, number_of_processes
+from titan_like.train.environment import environment_number
 
 _SIZE = re.compile(r"(\d+\.?\d*)([mbt])", re.IGNORECASE)
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -40,7 +38,7 @@ _SAME = 0.05  # a flavor whose parameters differ by less from the size is taken 
 _CHINCHILLA = 20  # tokens per parameter
 _SEQ_LEN = 4096
 _BANDWIDTH = dict.fromkeys(("H100", "H200", "H800", "B200"), 400.0)  # GB/s of a node with eight cards of 400 Gb/s
-_LENGTHS = ("steps", "samples", "tokens", "epochs", "batch_size_rampup")
+_LENGTHS = frozenset(f"training.{name}" for name in ("steps", "samples", "tokens", "epochs", "batch_size_rampup"))
 
 
 def add_options(parser: OptionParser) -> None:
@@ -58,8 +56,8 @@ def add_options(parser: OptionParser) -> None:
 def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     """Answer on one screen. The exit status is 1 if the model does not fit."""
     given, words = parse_overrides(settings), list[str]()
-    for name in _LENGTHS:
-        require(f"training.{name}" not in given, f"training.{name}", given.get(f"training.{name}"), "use --tokens")
+    for key in given.keys() & _LENGTHS:
+        raise ConfigError(key, given[key], "use --tokens")
     names_model = given.keys() & {"model.flavor", "model.from", "job.config_file"}
     require(names_model or options.model or options.params, "--model", None, 'name one, such as "7b"')
     if options.model or not names_model:
@@ -74,7 +72,6 @@ def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
                 return measured
             write_output_file(path, measured.files[path])
             options.profile = str(path)
-            options.gpus = options.gpus or max(number_of_processes(), torch.cuda.device_count())
         return answer(options, given, [*words, *settings])
 
 
@@ -84,7 +81,7 @@ def model_settings(options: argparse.Namespace, family: str) -> list[str]:
     if not (size := _SIZE.fullmatch(name)):
         if "/" in name or Path(name).is_dir():
             return [f"--model.from={name}"]
-        families = {flavor: family for family in names_of("model.family") for flavor in flavors(family)}
+        families = {flavor: family for family in names_of("model.family")[::-1] for flavor in flavors(family)}
         near = ", ".join(difflib.get_close_matches(name, families, 3, 0.3))
         require(name in families, "--model", name, f'no such flavor; near are {near}, or give a size such as "7b"')
         return [f"--model.family={families[name]}", f"--model.flavor={name}"]
@@ -103,7 +100,7 @@ def answer(options: argparse.Namespace, given: dict[str, Any], settings: list[st
     model, stack = model_config(config.model), profile_of(config, profile)
     options.tokens = tokens or float(_CHINCHILLA * model.active_parameters)
     options.gpus = options.gpus or stack.gpus_per_node
-    config = search.of_length(completed(config, stack, options), options.tokens)
+    config = completed(search.asked(options, settings)[0], stack, options)
     training, device, critical = config.training, stack.device, critical_batch(options.tokens)
     samples, steps = training.global_batch_size, total_steps(training)
     batch = samples * training.seq_len
@@ -113,8 +110,8 @@ def answer(options: argparse.Namespace, given: dict[str, Any], settings: list[st
         f"{name}: {outcome.sized(model)}, sequences of {training.seq_len:,} tokens, {training.dtype}",
         f"batch: {samples:,} sequences = {outcome.billions(batch)} tokens, {steps:,} steps; critical "
         f"for {length} tokens: {outcome.billions(critical)} (Zhang et al. 2024, arXiv 2410.21676)",
-        f"network: {device.nvlink_bandwidth / 1e9:.4g} GB/s of a GPU within a node, "
-        f"{config.cluster.node_bandwidth or stack.node_bandwidth / 1e9:.4g} GB/s of a node; set this with --bandwidth",
+        f"network assumed: {device.nvlink_bandwidth / 1e9:.4g} GB/s of a GPU within a node, "
+        f"{config.cluster.node_bandwidth or stack.node_bandwidth / 1e9:.4g} GB/s of a node; --bandwidth sets this",
     ]
     on = f"{outcome.gpus(options.gpus)} ({device.name})"
     figures: dict[str, Any] = {"parameters": model.num_parameters(), "tokens": training.tokens, "steps": steps}
@@ -129,13 +126,11 @@ def answer(options: argparse.Namespace, given: dict[str, Any], settings: list[st
         fixed = given.keys() & {*SEARCHED, STAGE_SIZES}
         if fewest := fewest_nodes(nodes, profile, frozenset(fixed), ProgressLines()):
             days, figures["predict"] = outcome.length(fewest, options.tokens, options.price)[0], fewest.as_dict()
-            lines += [f"it fits on {outcome.gpus(fewest.work.num_gpus)}: {described(fewest.work)}"]
-            lines += [f"predicted: {fewest}{days}"]
+            lines += [f"it fits on {outcome.gpus(fewest.work.num_gpus)}: {described(fewest.work)}: {fewest}{days}"]
         return outcome.Outcome("\n".join(lines), {"ask": figures}, status=1)
     lines = [f"YES, it fits on {on}", found.text]
     if options.out:
-        per_node = config.cluster.gpus_per_node
-        start = "python train.py" if options.gpus == 1 else f"torchrun --nproc_per_node {per_node} train.py"
+        start = f"torchrun --nproc_per_node {config.cluster.gpus_per_node} train.py"
         lines.append(as_installed(f"to train: {start} --job.config_file {shlex.quote(options.out)}"))
     return outcome.Outcome("\n".join(lines), {"ask": figures} | found.json, files=found.files)
 
@@ -170,7 +165,7 @@ def completed(config: JobConfig, stack: Profile, options: argparse.Namespace) ->
 
 
 def critical_batch(tokens: float) -> float:
-    """The critical batch in tokens for a run of this many. The fit is on runs of 1.7 to 25 billion."""
+    """The critical batch, in tokens, of a run. The fit is on runs of 1.7 to 25 billion."""
     return 512 * 22.91 * (tokens / 1e6) ** 0.47
 
 

@@ -23,7 +23,7 @@ from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_ke
 
 _TOO_LARGE_SHOWN = 3
 
-Asked = tuple[JobConfig, Profile | None, float | None]  # a run, its profile (None for the GPU's own) and its tokens
+Asked = tuple[JobConfig, Profile | None, float | None]  # a run, its profile and tokens, as `outcome.read_run` has them
 
 
 def add_options(parser: OptionParser) -> None:
@@ -52,17 +52,12 @@ def asked(options: argparse.Namespace, settings: list[str]) -> Asked:
         overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
         config = edit(config, {"model.overrides": overrides})
     if options.tokens is not None:
-        config = of_length(config, options.tokens)
+        lengths = {"steps": None, "samples": None, "epochs": None, "tokens": int(options.tokens)}
+        config = edit(config, {f"training.{name}": value for name, value in lengths.items()})
     if options.profile:  # the layout found is then predicted and trained with the same profile
         path = Path(options.profile)
         config = edit(config, {"cluster.profile": str(path.resolve()) if path.is_file() else options.profile})
     return config, profile, tokens
-
-
-def of_length(config: JobConfig, tokens: float) -> JobConfig:
-    """The run on a number of tokens, in place of the length that it has."""
-    lengths = {"steps": None, "samples": None, "epochs": None, "tokens": int(tokens)}
-    return edit(config, {f"training.{name}": value for name, value in lengths.items()})
 
 
 def answer(options: argparse.Namespace, run: Asked, given: frozenset[str], notes: list[str]) -> outcome.Outcome:
