@@ -62,8 +62,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     require(names_model or options.model or options.params, "--model", None, 'name one, such as "7b"')
     if options.model or not names_model:
         words = model_settings(options, str(given.get("model.family", "llama")))
-    if options.gpu:
-        words.append(f"--cluster.gpu={options.gpu}")
+    named = {"gpu": options.gpu, "node_bandwidth": options.bandwidth}
+    words += [f"--cluster.{name}={value}" for name, value in named.items() if value]
     with tempfile.TemporaryDirectory() as folder:
         if not (options.gpu or options.profile or given.keys() & {"cluster.gpu", "cluster.profile", "job.config_file"}):
             path = Path(options.out or Path(folder) / "machine.toml").with_suffix(".profile.toml")
@@ -138,18 +138,19 @@ def answer(options: argparse.Namespace, given: dict[str, Any], settings: list[st
 def completed(config: JobConfig, stack: Profile, options: argparse.Namespace) -> JobConfig:
     """The run with the settings that neither its file nor the command line has."""
     model = model_config(config.model)
-    has_length = "seq_len" in config.training.model_fields_set
-    seq_len = config.training.seq_len if has_length else min(_SEQ_LEN, model.max_seq_len)
+    training, given = config.training, config.training.model_fields_set
+    seq_len = training.seq_len if "seq_len" in given else min(_SEQ_LEN, model.max_seq_len)
     batch = global_batch(options.tokens, seq_len, options.gpus)
-    steps = int(options.tokens) // (batch * seq_len)
-    pretrained = config.model.from_ is not None
+    batch = training.global_batch_size if "global_batch_size" in given else batch
     values = {
         "job.dump_folder": f"outputs/{Path(options.out or 'run').stem}",
         "training.seq_len": seq_len,
         "training.global_batch_size": batch,
         "training.dtype": next(name for name in ("bfloat16", "float16", "float32") if name in stack.device.peak),
-        "optimizer.lr": config.optimizer.lr if pretrained else learning_rate(model.active_parameters, options.tokens),
-        "lr_scheduler.warmup_steps": min(2000, steps // 20),
+        "optimizer.lr": config.optimizer.lr
+        if config.model.from_
+        else learning_rate(model.active_parameters, options.tokens),
+        "lr_scheduler.warmup_steps": min(2000, int(options.tokens) // (20 * batch * seq_len)),
         "lr_scheduler.decay": "cosine",
         "lr_scheduler.min_lr_ratio": 0.1,
         "compile.enable": not stack.device.is_cpu,
@@ -157,7 +158,7 @@ def completed(config: JobConfig, stack: Profile, options: argparse.Namespace) ->
         "checkpoint.interval": 1000,
         "checkpoint.keep_latest": 2,
         "cluster.gpus_per_node": max(n for n in divisors(options.gpus) if n <= stack.gpus_per_node),
-        "cluster.node_bandwidth": options.bandwidth or _BANDWIDTH.get(stack.device.name.partition("-")[0]),
+        "cluster.node_bandwidth": _BANDWIDTH.get(stack.device.name.partition("-")[0]),
     }
     sections = {key: getattr(config, key.partition(".")[0]) for key in values}
     unset = [key for key in values if key.partition(".")[2] not in sections[key].model_fields_set]
