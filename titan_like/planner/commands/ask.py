@@ -142,14 +142,13 @@ def completed(config: JobConfig, stack: Profile, options: argparse.Namespace) ->
     seq_len = training.seq_len if "seq_len" in given else min(_SEQ_LEN, model.max_seq_len)
     batch = global_batch(options.tokens, seq_len, options.gpus)
     batch = training.global_batch_size if "global_batch_size" in given else batch
+    rate = config.optimizer.lr if config.model.from_ else learning_rate(model.active_parameters, options.tokens)
     values = {
         "job.dump_folder": f"outputs/{Path(options.out or 'run').stem}",
         "training.seq_len": seq_len,
         "training.global_batch_size": batch,
         "training.dtype": next(name for name in ("bfloat16", "float16", "float32") if name in stack.device.peak),
-        "optimizer.lr": config.optimizer.lr
-        if config.model.from_
-        else learning_rate(model.active_parameters, options.tokens),
+        "optimizer.lr": rate,
         "lr_scheduler.warmup_steps": min(2000, int(options.tokens) // (20 * batch * seq_len)),
         "lr_scheduler.decay": "cosine",
         "lr_scheduler.min_lr_ratio": 0.1,
