@@ -19,7 +19,7 @@ from titan_like.config import ConfigError, JobConfig
 from titan_like.config.entry_points import names_of
 from titan_like.config.errors import require
 from titan_like.config.load import edit, parse_overrides
-from titan_like.config.options import OptionParser, as_installed, write_output_file
+from titan_like.config.options import OptionParser, as_installed, url_option, write_output_file
 from titan_like.config.schema import Model
 from titan_like.data.loading.batch_size import total_steps
 from titan_like.metrics.console import ProgressLines
@@ -47,7 +47,7 @@ def add_options(parser: OptionParser) -> None:
     parser.description = __doc__
     parser.set_defaults(top=2)
     text = 'a size such as "7b", a flavor such as "llama3.1_8b", or a Hugging Face folder'
-    parser.add_argument("--model", metavar="MODEL", help=text)
+    parser.add_path("--model", text, "MODEL", type=url_option)
     parser.add_argument("--gpu", help='such as "A100-80GB" (default: this machine, which is measured)')
     text = "GB/s of all network cards of a node in one direction: 200 for a DGX A100, 400 for a DGX H100"
     parser.add_number("--bandwidth", float, least=1e-3, most=1e5, help=text)
@@ -110,9 +110,11 @@ def answer(options: argparse.Namespace, given: dict[str, Any], settings: list[st
         f"{name}: {outcome.sized(model)}, sequences of {training.seq_len:,} tokens, {training.dtype}",
         f"batch: {samples:,} sequences = {outcome.billions(batch)} tokens, {steps:,} steps; critical "
         f"for {length} tokens: {outcome.billions(critical)} (Zhang et al. 2024, arXiv 2410.21676)",
-        f"network assumed: {device.nvlink_bandwidth / 1e9:.4g} GB/s of a GPU within a node, "
-        f"{config.cluster.node_bandwidth or stack.node_bandwidth / 1e9:.4g} GB/s of a node; --bandwidth sets this",
     ]
+    if options.gpus > 1:
+        node = config.cluster.node_bandwidth or stack.node_bandwidth / 1e9
+        within = f"network assumed: {device.nvlink_bandwidth / 1e9:.4g} GB/s of a GPU within a node"
+        notes.append(f"{within}, {node:.4g} GB/s of a node; --bandwidth sets this")
     on = f"{outcome.gpus(options.gpus)} ({device.name})"
     figures: dict[str, Any] = {"parameters": model.num_parameters(), "tokens": training.tokens, "steps": steps}
     figures |= {"global_batch_size": samples, "critical_batch_tokens": critical}
