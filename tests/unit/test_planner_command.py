@@ -138,6 +138,7 @@ def test_every_recipe_for_a_cluster_says_where_its_layout_is_from():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", CHOSEN_HERE)
 def test_a_layout_of_this_project_s_choice_is_near_the_best(recipe):
     config = load_config([f"--job.config_file={ROOT}/train_configs/{recipe}.toml"])
