@@ -44,9 +44,26 @@ def test_no_product_rather_than_a_wrong_one(name):
     assert known_device(name) is None
     assert peak_tflops(name, "bfloat16") is None
     with pytest.raises(
-        ConfigError, match=r"cluster\.gpu = .*no such GPU is known; known are V100-PCIe, .*, RTX-4090, "
+        ConfigError, match=r"cluster\.gpu = .*no such GPU is known; .*known are V100-PCIe, .*, RTX-4090, "
     ):
         find_device(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest", "is_partial"),
+    [
+        ("RTX 4080", "RTX-4090", False),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX-4090", True),
+        ("H1000", "H100", False),
+    ],
+)
+def test_an_unknown_gpu_is_answered_with_the_nearest_and_the_ways_out(name, nearest, is_partial):
+    with pytest.raises(ConfigError) as refusal:
+        find_device(name)
+    reason = str(refusal.value)
+    assert f"the nearest are {nearest}" in reason
+    assert "[device_table]" in reason and "microbenchmark" in reason
+    assert ("slower than their namesakes" in reason) == is_partial
 
 
 def test_peaks_are_dense_and_of_one_chip():

@@ -21,6 +21,7 @@ from titan_like.parallel.layout import resolve_layout
 from titan_like.planner.memory import usable_bytes
 from titan_like.planner.predict import predict, unseen
 from titan_like.planner.profile import load_profile
+from titan_like.planner.search import search
 from titan_like.train.environment import cluster_size
 from titan_like.train.memory import MemoryWatch
 from titan_like.train.rules import resolve_settings
@@ -119,6 +120,33 @@ def test_every_recipe_fits_on_its_own_cluster_as_a_search_would_have_it(recipe):
     assert forecast.memory.largest <= usable_bytes(forecast.profile.device), forecast.taken
 
 
+# Recipes whose layout is this project's choice, with the keys of it that are a paper's. All others are a paper's.
+CHOSEN_HERE = {
+    "gpt3_175b": (),
+    "llama3.1_70b": (),
+    "llama3.1_405b": ("tensor_parallel_degree", "pipeline_parallel_degree", "data_parallel_shard_degree"),
+}
+
+
+def test_every_recipe_for_a_cluster_says_where_its_layout_is_from():
+    for path in (ROOT / "train_configs").glob("*.toml"):
+        head, _, settings = path.read_text(encoding="utf-8").partition("[job]")
+        if "[cluster]" in settings:
+            words = " ".join(head.replace("#", " ").split())
+            assert ("this project's choice" in words) == (path.stem in CHOSEN_HERE), path.stem
+            assert "this project's choice" in words or "in the layout of arXiv" in words, path.stem
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recipe", CHOSEN_HERE)
+def test_a_layout_of_this_project_s_choice_is_near_the_best(recipe):
+    config = load_config([f"--job.config_file={ROOT}/train_configs/{recipe}.toml"])
+    fixed = frozenset(f"parallelism.{name}" for name in CHOSEN_HERE[recipe])
+    best = search(config, fixed=fixed, kinds=1).fastest
+    assert predict(config).time.total <= 1.1 * best.time.total, best.work
+
+
 def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
     target = tmp_path / "found.json"
     words = ["--params", "6e9", "--gpus", "8", "--top", "3", "--parallelism.zero_stage", "1", "--json", target]
@@ -150,7 +178,10 @@ def test_search_tells_why_others_lose_and_what_the_run_costs(tmp_path):
     assert config_of_best.training.tokens == 10**11 and config_of_best.training.steps is None
     parameters = model_config(config_of_best.model).num_parameters()
     assert parameters == pytest.approx(6e9, rel=0.02)
-    assert config_of_best.job.description == f"gpt 7.5b, {parameters / 1e9:.4g} billion parameters, 8 GPUs"
+    description = (
+        f"gpt 7.5b, {parameters / 1e9:.4g} billion parameters, 8 GPUs, 100 billion tokens in {int(steps):,} steps"
+    )
+    assert config_of_best.job.description == description
     forecast = predict(config_of_best)
     limits = [steps * seconds / 86400 for seconds in (forecast.seconds_low, forecast.seconds_high)]
     assert [found["days_low"], found["days_high"]] == pytest.approx(limits)

@@ -1,5 +1,6 @@
 """Predict the time and memory of a run before it starts: python scripts/plan.py COMMAND --job.config_file FILE.toml
 
+ask        can I train it? --model and --gpu give layout, batch, days, cost and a TOML; needs no file
 predict    step time and memory of the configuration on its cluster, with breakdowns and an error band
 search     the fastest valid layout for --gpus, the reasons why others are slower, days, and a TOML for training
 capacity   the largest model that trains on one node and on the cluster, and the fewest nodes for the run's own
@@ -9,8 +10,8 @@ calibrate  fit a profile's constants to measured rows, and report the errors on 
 microbenchmark
            measure this machine and write a profile of it; the only command that runs kernels
 
-Each command has a --help. Exit codes: 0 done; 1 if the run does not fit into memory (predict) or the model fits on no
-number of nodes (capacity); 2 bad input.
+Each command has a --help. Exit codes: 0 done; 1 if the run does not fit into memory (predict, ask) or the model fits on
+no number of nodes (capacity); 2 bad input.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from titan_like.config.errors import require
 from titan_like.config.load import run_command
 from titan_like.config.options import OptionParser, as_installed, write_json, write_output_file
 
-COMMANDS = ("predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
+COMMANDS = ("ask", "predict", "search", "capacity", "duration", "simulate", "calibrate", "microbenchmark")
 
 
 def main(argv: list[str]) -> int:

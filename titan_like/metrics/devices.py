@@ -4,6 +4,7 @@ MFU, the planner and the dry run use the figures of devices.toml, which names th
 its own device.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from titan_like.config.errors import ConfigError, all_of, field_errors, require
 # Slices (MIG; vGPU such as "GRID V100D-8Q" or "NVIDIA A10-24Q") and laptop GPUs have fewer units or lower clocks than
 # the device they are named after.
 _PARTIAL_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]$|\bLaptop\b|\bMobile\b|with Max-Q", re.IGNORECASE)
+_VENDORS = re.compile(r"NVIDIA|GeForce|AMD|Instinct|Laptop|Mobile|with Max-Q|GPU", re.IGNORECASE)
 _Number = Annotated[float, Field(ge=1e-6, le=1e12)]
 
 
@@ -106,8 +108,17 @@ def known_device(name: str) -> Device | None:
 
 
 def find_device(name: str) -> Device:
-    """Like `known_device`. Raises a `ConfigError` for an unknown name."""
+    """Like `known_device`. Raises a `ConfigError` for an unknown name, with the nearest known ones."""
     device = known_device(name)
     if device is None:
-        raise ConfigError("cluster.gpu", name, f"no such GPU is known; known are {', '.join(_tables())}")
+        product = re.sub(_VENDORS, "", name).strip().replace(" ", "-").upper()
+        near = ", ".join(difflib.get_close_matches(product, _tables(), 3, 0.4)) or "none"
+        of_part = "laptop, virtual and partitioned GPUs are slower than their namesakes and not listed; "
+        raise ConfigError(
+            "cluster.gpu",
+            name,
+            f"{of_part * bool(_PARTIAL_DEVICE.search(name))}no such GPU is known; the nearest are {near}; describe "
+            "yours in [device_table] of a profile (docs/planner.md, Calibrate), or measure it with scripts/plan.py "
+            f"microbenchmark, and name the profile; known are {', '.join(_tables())}",
+        )
     return device

@@ -9,16 +9,21 @@ from titan_like.config import JobConfig
 from titan_like.config.load import edit, parse_overrides
 from titan_like.config.options import OptionParser, as_installed
 from titan_like.config.paths import to_toml
+from titan_like.data.loading.batch_size import total_steps
 from titan_like.metrics.console import ProgressLines
+from titan_like.models.registry import model_config
 from titan_like.models.shape import shape_of
 from titan_like.planner.auto import described, differences, why_slower, why_too_large
 from titan_like.planner.commands import outcome
 from titan_like.planner.memory import MEMORY_MARGIN
 from titan_like.planner.predict import Forecast, forecast
+from titan_like.planner.profile import Profile
 from titan_like.planner.search import Candidate, Counts, SearchResult, search
 from titan_like.planner.search_space import SEARCHED, SLICE, STAGE_SIZES, set_keys
 
 _TOO_LARGE_SHOWN = 3
+
+Asked = tuple[JobConfig, Profile | None, float | None]  # a run, its profile and tokens, as `outcome.read_run` has them
 
 
 def add_options(parser: OptionParser) -> None:
@@ -35,21 +40,32 @@ def add_options(parser: OptionParser) -> None:
 
 def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     """Search and describe the best layouts."""
+    run = asked(options, settings)
+    notes = [outcome.sized(model_config(run[0].model))] if options.params else []
+    return answer(options, run, frozenset(parse_overrides(settings)), notes)
+
+
+def asked(options: argparse.Namespace, settings: list[str]) -> Asked:
+    """The run with the size, length and profile that the options give it."""
     config, profile, tokens = outcome.read_run(options, settings)
-    given = frozenset(parse_overrides(settings))
-    fixed = given & {*SEARCHED, STAGE_SIZES}
     if options.params is not None:
         overrides = shape_of(config.model, options.params, config.training.seq_len).overrides
         config = edit(config, {"model.overrides": overrides})
     if options.tokens is not None:
         lengths = {"steps": None, "samples": None, "epochs": None, "tokens": int(options.tokens)}
         config = edit(config, {f"training.{name}": value for name, value in lengths.items()})
-    if config.parallelism.auto:
-        fixed |= set_keys(config)
     if options.profile:  # the layout found is then predicted and trained with the same profile
         path = Path(options.profile)
         config = edit(config, {"cluster.profile": str(path.resolve()) if path.is_file() else options.profile})
-    show = ProgressLines()
+    return config, profile, tokens
+
+
+def answer(options: argparse.Namespace, run: Asked, given: frozenset[str], notes: list[str]) -> outcome.Outcome:
+    """Search, and describe the best layouts below the ``notes``. Keys that are ``given`` stay as the run has them."""
+    config, profile, tokens = run
+    fixed, show = given & {*SEARCHED, STAGE_SIZES}, ProgressLines()
+    if config.parallelism.auto:
+        fixed |= set_keys(config)
 
     def report(counts: Counts) -> None:
         show(f"{counts.valid:,} layouts, {counts.computed:,} step times computed …")
@@ -57,7 +73,7 @@ def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
     result = search(config, options.gpus, profile, fixed, options.top, report)
     prediction = forecast(result.best.work, result.profile)
     layouts, (days_text, days) = reasons(result), outcome.length(prediction, tokens, options.price)
-    notes = [*([outcome.sized(result.space.model)] if options.params else []), *summary(result, prediction)]
+    notes = [*notes, *summary(result, prediction)]
     ends = [f"the best layout{days_text}"] if days else []
     text = "\n".join([*notes, "", *table(result.best, *layouts), *ends])
     files = {}
@@ -67,6 +83,8 @@ def run(options: argparse.Namespace, settings: list[str]) -> outcome.Outcome:
         if "job.description" not in given:
             size = outcome.billions(result.space.model.num_parameters())
             about = f"{best.model.family} {best.model.flavor}, {size} parameters, {on_gpus}"
+            if tokens is not None:
+                about += f", {outcome.billions(tokens)} tokens in {total_steps(best.training):,} steps"
             best = edit(best, {"job.description": about})
         head = [f"{best.job.config_file or 'A run'} in the layout that scripts/plan.py search found for {on_gpus}:"]
         for line in [*notes, *ends]:
