@@ -118,6 +118,7 @@ def test_trials_that_do_not_end_well(stub: Path, tmp_path: Path, capsys: pytest.
         "[parallelism]\npipeline_parallel_degree = [1, 2]\ntensor_parallel_degree = [1, 2]\n"
     )
     words = [*SMALL, "--training.global_batch_size=6", "--grid", str(grid), "--dump_folder", str(out)]
+    words += ["--timeout", "40"]  # long enough for trials that end, also where much else runs
 
     def interrupt() -> None:
         wait_until(lambda: stub.exists() and len(stub.read_text().splitlines()) == 2)
@@ -125,13 +126,12 @@ def test_trials_that_do_not_end_well(stub: Path, tmp_path: Path, capsys: pytest.
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        command.main([*words, "--timeout", "600"])
+        command.main(words)
     release()  # as when the process ends
     assert not processes_with(f"TITAN_SEARCH={out}")
     known = {"n2-dp2-mbs1-gbs6": "ok", "n2-dp2-mbs3-gbs6": "out_of_memory", "n2-tp2-pp2-mbs1-gbs6": "skipped"}
     assert outcomes(out) == known
 
-    words += ["--timeout", "40"]  # long enough for the trial that fails, also where much else runs
     assert command.main(words) == 0
     assert outcomes(out) == known | {"n2-tp2-mbs1-gbs6": "hung", "n2-pp2-mbs1-gbs6": "failed"}
     assert not processes_with(f"TITAN_SEARCH={out}")
