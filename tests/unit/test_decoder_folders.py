@@ -43,7 +43,7 @@ from titan_like.models.decoder import hugging_face as mapping
 from titan_like.models.decoder.classes import CLASSES
 from titan_like.models.decoder.config import DecoderConfig
 from titan_like.models.hugging_face import Fields, RefusedError, family_module
-from titan_like.models.registry import build_model
+from titan_like.models.registry import build_model, flavors
 
 OF_CONFIG = re.compile(r"config\.([a-z]\w+)|getattr\(\s*(?:self\.)?config, \"(\w+)\"")
 
@@ -311,3 +311,19 @@ def test_multi_token_prediction_that_transformers_leaves_out_is_left_out(
     root = name.removeprefix("model.").partition(".")[0]
     assert f"1 of {len(tensors) + 1} tensors ({root}) are not of this model" in capsys.readouterr().err
     from_hugging_face(source, tmp_path / "run")
+
+
+def test_kimi_linear_as_it_is_published_is_the_flavor_and_each_layer_is_named_once() -> None:
+    full = [*range(4, 25, 4), 27]
+    table = {"full_attn_layers": full, "kda_layers": [i for i in range(1, 28) if i not in full], "num_heads": 32}
+    table |= {"head_dim": 128, "short_conv_kernel_size": 4}
+    fields = {"model_type": "kimi_linear", "first_k_dense_replace": 1, "head_dim": 72, "linear_attn_config": table}
+    found = mapping.from_fields(Fields(fields))
+    flavor = type(found).model_validate(flavors("decoder")["kimi_linear_48b_a3b"])
+    assert [found.kind(found.kind_of(i)).mixer for i in range(27)] == [
+        flavor.kind(flavor.kind_of(i)).mixer for i in range(27)
+    ]
+    assert found.num_parameters() == flavor.num_parameters() and found.mixer_of("linear") == flavor.mixer_of("linear")
+    twice = fields | {"linear_attn_config": table | {"kda_layers": [1, *table["kda_layers"]]}}
+    with pytest.raises(RefusedError, match="must name each of layers 1 to 27 once"):
+        mapping.from_fields(Fields(twice))
